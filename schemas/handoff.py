@@ -10,7 +10,7 @@ import msgspec
 
 from schemas.ids import HandoffId, LeaseId, WorkerId
 from schemas.message import RequestMessage
-from schemas.numbers import Count, Number, UnixNs
+from schemas.numbers import Count, Ns, Number
 from schemas.request import AttemptEnd, FinishReason
 
 
@@ -105,8 +105,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: Number
     finish_reason: FinishReason | None = None
-    computed_ns: UnixNs = 0
-    """When the prompt was computed, Unix time: what the transfer takes beyond it is exposed."""
+    computed_ns: Ns = 0
+    """When the prompt was computed, a date of the mesh's clock: what the transfer takes beyond it is exposed."""
 
 
 class HandoffState(enum.StrEnum):

@@ -94,8 +94,8 @@ class RequestLease(RequestMessage, frozen=True, kw_only=True):
     that it is a holder (`services.trust.credentials`)."""
     is_copy: bool = False
     """They are to be kept elsewhere as well: there is no request that they are read for."""
-    answer_by_ms: Number = 0
-    """When the reader waits for the answer no more: what is granted later would be held for nobody. 0: unsaid."""
+    answer_within_ms: Number = 0
+    """The reader waits for the answer no longer: what is granted later would be held for nobody. 0: unsaid."""
 
 
 class ReturnLease(RequestMessage, frozen=True, kw_only=True):
@@ -163,8 +163,6 @@ def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_
         return refuse(request, RefusalReason.INVALID, "a block is named twice")
     if request.deadline_ms <= now_ms:
         return refuse(request, RefusalReason.DEADLINE, "the deadline has passed")
-    if request.answer_by_ms and request.answer_by_ms <= now_ms:
-        return refuse(request, RefusalReason.DEADLINE, f"{request.reader} waits for the answer no more")
     return None
 
 

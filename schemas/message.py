@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from schemas.ids import RequestId
-from schemas.numbers import Number, UnixMs
+from schemas.numbers import Ms, Number
 
 MessageT = TypeVar("MessageT", bound="Message")
 
@@ -19,15 +19,33 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=T
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
-    """A message about one attempt at one request. `deadline_ms` is Unix time in milliseconds."""
+    """A message about one attempt at one request. `left_ms`: until the request's deadline.
+
+    Clocks of two machines differ, durations do not: in a process `deadline_ms` is by its own monotonic clock, and on
+    the bus `left_ms` is what was left as the message was sent (`departing`, `arriving`).
+    """
 
     request_id: RequestId
     attempt: Number
-    deadline_ms: UnixMs
+    deadline_ms: Ms = msgspec.field(name="left_ms")
 
 
 class UndecodableMessageError(ValueError):
     """The bytes are not a message of the expected type. Carries no payload: it may be anybody's."""
+
+
+def departing(message: MessageT, now_ms: int) -> MessageT:
+    """Return the message as it crosses the bus: with what is left of its deadline."""
+    if not isinstance(message, RequestMessage):
+        return message
+    return msgspec.structs.replace(message, deadline_ms=max(0, message.deadline_ms - now_ms))
+
+
+def arriving(message: MessageT, now_ms: int) -> MessageT:
+    """Return the message as its receiver reads it: with its deadline by the receiver's clock."""
+    if not isinstance(message, RequestMessage):
+        return message
+    return msgspec.structs.replace(message, deadline_ms=message.deadline_ms + now_ms)
 
 
 _encoder = msgspec.json.Encoder()

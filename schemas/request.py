@@ -8,7 +8,7 @@ import msgspec
 from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
 from schemas.logprobs import Logprobs
 from schemas.message import Message, RequestMessage
-from schemas.numbers import Amount, Count, Number, Seed, UnixNs
+from schemas.numbers import Amount, Count, Ns, Number, Seed
 
 FinishReason = Literal["stop", "length"]
 
@@ -176,15 +176,15 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     num_answered_tokens: Number = 0
     tenant: str = ""
     proof: bytes = b""
-    """A gateway's signature of the request's id, tenant and deadline (`services.trust.credentials`)."""
+    """A gateway's word whose request it is, and for how long (`services.trust.credentials`)."""
     replica: WorkerId | None = None
 
 
 class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
-    """The worker has taken the attempt. `accepted_ns`: when, in Unix ns by the worker's clock; 0: unknown."""
+    """The worker has taken the attempt. `accepted_ns`: when, a date of the mesh's clock; 0: unknown."""
 
     worker_id: WorkerId
-    accepted_ns: UnixNs = 0
+    accepted_ns: Ns = 0
 
 
 class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
@@ -223,12 +223,12 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker came to an attempt's first token, in Unix ns by its own clock."""
+    """How a worker came to an attempt's first token, in dates of the mesh's clock."""
 
-    accepted_ns: UnixNs
-    first_step_ns: UnixNs
+    accepted_ns: Ns
+    first_step_ns: Ns
     """The first engine step of it began."""
-    computed_ns: UnixNs
+    computed_ns: Ns
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,8 +16,10 @@ ResultT = TypeVar("ResultT")
 
 
 def now_ms() -> int:
-    """Return Unix time in milliseconds: the clock of deadlines and leases."""
-    return time.time_ns() // 1_000_000
+    """Return the time of deadlines and leases, in milliseconds: by this process's monotonic clock, which nobody sets.
+
+    It means nothing to another process: what is left of it crosses the bus (`schemas.message`)."""
+    return time.monotonic_ns() // 1_000_000
 
 
 def configure_logging(service: str) -> None:

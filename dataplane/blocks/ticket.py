@@ -19,7 +19,7 @@ TicketRefusal = Literal["malformed", "signature", "expired"]
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Says that this incarnation of `holder` granted `reader` the lease `lease_id` with this `epoch`. `nonce` is random
-    and of this lease alone. `expires_at_ms` is Unix time."""
+    and of this lease alone. `expires_at_ms` is by its holder's clock."""
 
     lease_id: LeaseId
     epoch: int

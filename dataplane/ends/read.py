@@ -105,7 +105,7 @@ class Read:
         self.cancellation = cancellation
         self.deadline = time.monotonic() + request.deadline_s
         self.stats = request.stats
-        self.stats.opened_ns = time.time_ns()
+        self.stats.opened_ns = time.monotonic_ns()
         self._secrets = secrets
         self._digest_kind: DigestKind = digest_kind
         self._on_started = on_started
@@ -156,7 +156,7 @@ class Read:
         seal = self._verified_seal(opening_frame[HEADER_BYTES:], accepted.nonce, header, body)
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
-        self.stats.accepted_ns = time.time_ns()
+        self.stats.accepted_ns = time.monotonic_ns()
         self.stats.digest_kind = accepted.digest_kind
         self.stats.peer_traceparent = accepted.traceparent
         self._content_tags = accepted.content_tags
@@ -214,14 +214,14 @@ class Read:
     def _land_frame(self, wire: Wire, carrier: ReaderCarrier, data: Header) -> Digest:
         stats = self.stats
         if not stats.num_frames:
-            stats.first_byte_ns = time.time_ns()
+            stats.first_byte_ns = time.monotonic_ns()
             self._on_started(stats.carrier)
         self.cancellation.check()
         digest = carrier.land(wire, data, stats, self.deadline)
         stats.num_frames += 1
         stats.num_bytes += self.extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length
-        stats.last_byte_ns = time.time_ns()
+        stats.last_byte_ns = time.monotonic_ns()
         return digest
 
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
@@ -233,7 +233,7 @@ class Read:
         if (believed := self._believed(self.request.num_tokens)) < self.request.num_tokens:
             detail = f"the block of token {believed} is not what it is said to be"
             raise TransferFailedError(ReadEnd.CONTENT, detail)
-        self.stats.landed_ns = time.time_ns()
+        self.stats.landed_ns = time.monotonic_ns()
         return Landed(self.request.num_tokens, body, self.stats)
 
     def _believed(self, num_landed_tokens: int) -> int:

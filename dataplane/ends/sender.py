@@ -165,7 +165,7 @@ class HolderStream:
         return self._context.side.open_pair(ticket.reader, wanted.generation)
 
     def _verify(self, token: str) -> Ticket:
-        return self._context.secrets.verify(token, time.time_ns() // 1_000_000)
+        return self._context.secrets.verify(token, time.monotonic_ns() // 1_000_000)
 
     def _open(self, wanted: Open, opening: bytes) -> "_Service":
         """Return what serves the stream that is asked for. Raises a refusal."""
@@ -272,7 +272,7 @@ class _Service:
             wanted.carrier,
             extent.wire_dtype,
             proof.digest_kind,
-            opened_ns=time.time_ns(),
+            opened_ns=time.monotonic_ns(),
             traceparent=lease.traceparent,
             peer_traceparent=wanted.traceparent,
         )
@@ -310,7 +310,7 @@ class _Service:
             finally:
                 self._kv.progress.unsubscribe(waker.wake)
                 self._carrier.close()
-        self.stats.landed_ns = time.time_ns()
+        self.stats.landed_ns = time.monotonic_ns()
         return ""
 
     def _tell(self, end: _EndedError) -> None:
@@ -376,7 +376,7 @@ class _Service:
     def _send(self, data: Header) -> None:
         stats = self.stats
         if not stats.num_frames:
-            stats.first_byte_ns = time.time_ns()
+            stats.first_byte_ns = time.monotonic_ns()
             self.lease.started()
         try:
             digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
@@ -389,7 +389,7 @@ class _Service:
         stats.num_frames += 1
         stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length
-        stats.last_byte_ns = time.time_ns()
+        stats.last_byte_ns = time.monotonic_ns()
         self._uncommitted.append((data, digest))
 
     def _take_acks(self) -> None:

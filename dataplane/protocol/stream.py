@@ -253,7 +253,7 @@ class StreamFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class TransferStats:
-    """What one stream did, as one end saw it. Points are `time.time_ns()` (0: never), durations nanoseconds.
+    """What one stream did, as one end saw it. Points are `time.monotonic_ns()` (0: never), durations nanoseconds.
 
     `reason`: why this carrier was taken. `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed,
     which is less where it was compressed. `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP

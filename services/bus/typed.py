@@ -1,7 +1,7 @@
 """The typed bus: messages are decoded once, here; past it everything is typed.
 
-What does not decode is counted, logged with its subject, and dropped. Headers carry the trace context, the schema's
-name and the deadline.
+What does not decode is counted, logged with its subject, and dropped. Headers carry the trace context and the
+schema's name.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from schemas.message import Message, RequestMessage, UndecodableMessageError, decode, encode
+from schemas.message import Message, UndecodableMessageError, arriving, decode, departing, encode
 from schemas.subjects import CarriesT, Subject
 from services.bus import limits
 from services.bus.base import (
@@ -24,6 +24,7 @@ from services.bus.base import (
 )
 from services.metric_names import BUS_CONNECTS, BUS_FAILURES, BUS_SECONDS, DROPPED, label_of
 from services.metrics import Metrics
+from services.runtime import now_ms
 from services.telemetry import SpanRef
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ HeardT_co = TypeVar("HeardT_co", bound=Message, covariant=True)
 
 TRACEPARENT_HEADER = "traceparent"
 SCHEMA_HEADER = "Kvmesh-Schema"
-DEADLINE_HEADER = "Kvmesh-Deadline-Ms"
 
 
 class Received(NamedTuple, Generic[HeardT_co]):
@@ -78,7 +78,7 @@ class TypedBus:
     ) -> None:
         """Send an event. Raises BusError."""
         _check_carries(subject, message)
-        await self.connection.publish(subject.of(*ids), encode(message), headers_of(message, trace))
+        await self.connection.publish(subject.of(*ids), _sent(message), headers_of(message, trace))
 
     async def ask(
         self,
@@ -95,13 +95,13 @@ class TypedBus:
         _check_carries(subject, message)
         concrete, label, started_s = subject.of(*ids), label_of(subject), time.monotonic()
         try:
-            reply = await self.connection.request(concrete, encode(message), headers_of(message, trace), timeout_s)
+            reply = await self.connection.request(concrete, _sent(message), headers_of(message, trace), timeout_s)
         except BusError as error:
             self.metrics.inc(BUS_FAILURES, label, _failure_of(error))
             raise
         self.metrics.observe(BUS_SECONDS, time.monotonic() - started_s, label, trace=trace)
         try:
-            return decode(reply.payload, *subject.reply)
+            return arriving(decode(reply.payload, *subject.reply), now_ms())
         except UndecodableMessageError as error:
             self.drop("undecodable")
             self.metrics.inc(BUS_FAILURES, label, "unreadable")
@@ -199,7 +199,7 @@ class TypedBus:
         if reply is None:
             return
         try:
-            await delivery.respond(encode(reply), headers_of(reply, ""))
+            await delivery.respond(_sent(reply), headers_of(reply, ""))
         except BusError as error:
             log.warning("a reply could not be sent: %s", error)
 
@@ -218,7 +218,11 @@ class TypedBus:
             self.drop("undecodable")
             log.warning("dropped a message on %s: %s", delivery.subject, disagreement)
             return None
-        return Received(message, delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
+        return Received(arriving(message, now_ms()), delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
+
+
+def _sent(message: Message) -> bytes:
+    return encode(departing(message, now_ms()))
 
 
 def _check_carries(subject: Subject[Any, Any], message: Message) -> None:
@@ -241,6 +245,4 @@ def headers_of(message: Message, trace: SpanRef) -> dict[str, str]:
     headers = {SCHEMA_HEADER: type(message).__name__}
     if trace:
         headers[TRACEPARENT_HEADER] = trace if isinstance(trace, str) else trace.traceparent
-    if isinstance(message, RequestMessage):
-        headers[DEADLINE_HEADER] = str(message.deadline_ms)
     return headers

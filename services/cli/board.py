@@ -64,7 +64,7 @@ class Board:
         self.tokens = Rate(self.began_s)
 
     def hear(self, message: Message, now_s: float, now_ms: int) -> None:
-        """Add a message. `now_s`: monotonic; `now_ms`: Unix time, the clock of deadlines."""
+        """Add a message. `now_s`: monotonic; `now_ms`: the same, as deadlines have it."""
         match message:
             case WorkerLoad():
                 self._hear_load(message, now_s)

@@ -36,10 +36,10 @@ class BatchSteps:
         items = self._batch.plan()
         if not items:
             return None
-        started_ns = time.time_ns()
+        started_ns = time.monotonic_ns()
         try:
             outcomes = self._compute(items)
-            return self._batch.commit(items, outcomes, started_ns, time.time_ns())
+            return self._batch.commit(items, outcomes, started_ns, time.monotonic_ns())
         except Exception as error:
             sequences = [item.sequence for item in items]
             for sequence in sequences:

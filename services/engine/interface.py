@@ -121,7 +121,7 @@ class FailedSequence(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """One engine step. Times are `time.time_ns()`."""
+    """One engine step. Times are `time.monotonic_ns()`."""
 
     started_ns: int
     ended_ns: int

@@ -170,7 +170,8 @@ class Asker:
             refused = WorkerRefused(message.attempt, worker_id, reply.reason, reply.detail, reply.retry_after_ms)
             self.handle(live, refused)
         else:
-            live.observer.dispatched(sent, reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0)
+            accepted_ns = reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0
+            live.observer.dispatched(sent, accepted_ns and live.observer.telemetry.clock.at_ns(accepted_ns))
             self.handle(live, WorkerAccepted(message.attempt, worker_id))
 
     async def _progress(self, live: LiveRequest, action: AskWorker) -> None:

@@ -28,7 +28,7 @@ MAX_TEXT = 48
 """Characters of one string that are shown; hashes are longer."""
 MAX_ANSWER_LINES = 5
 LEFT_OUT = frozenset(
-    {"type", "request_id", "worker_id", "handoff_id", "source_worker", "target_worker", "gateway_id", "deadline_ms"}
+    {"type", "request_id", "worker_id", "handoff_id", "source_worker", "target_worker", "gateway_id", "left_ms"}
     | {
         "attempt",
         "lease_id",
@@ -42,7 +42,7 @@ LEFT_OUT = frozenset(
         "worker",
         "rates",
     }
-    | {"tenant", "answer_by_ms", "sequence", "num_unreceived_tokens", "num_dropped_messages", "num_refused_reads"}
+    | {"tenant", "answer_within_ms", "sequence", "num_unreceived_tokens", "num_dropped_messages", "num_refused_reads"}
 )
 """Fields that are not shown: they are in the subject already, or only programs use them."""
 

@@ -108,7 +108,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
             worker_id=self._limits.worker_id,
-            accepted_ns=attempt.times.accepted_ns,
+            accepted_ns=attempt.times.accepted_ns + attempt.times.ahead_ns,
         )
         return SendReply(accepted)
 

@@ -116,7 +116,7 @@ class Store:
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._started, lease),
             on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
-            name_stream=telemetry.child_of,
+            telemetry=telemetry,
             observes_ends=(self._measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )

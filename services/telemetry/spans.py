@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.config import MeshConfig, TelemetryConfig, otlp_target
+from services.telemetry.clock import MeshClock
 from services.telemetry.context import SpanRef, TraceContext, context_of, new_trace
 from services.telemetry.export import Background, Exporter, FileExporter
 from services.telemetry.record import Attributes, AttributeValue, SpanRecord
@@ -33,7 +34,7 @@ class OpenSpan:
         self.telemetry.record(
             self.name,
             self.parent,
-            (self.start_ns, time.time_ns()),
+            (self.start_ns, time.monotonic_ns()),
             {**self.attributes, **(attributes or {})},
             error=error,
             own=self.context,
@@ -58,6 +59,7 @@ class Telemetry:
     ) -> None:
         self.service = service
         self.config = config or TelemetryConfig()
+        self.clock = MeshClock()
         self._exporter = exporter
         self._background = None if exporter is None or at_once else Background(exporter, times or TelemetryTimes())
         self._ring = Ring()
@@ -73,7 +75,7 @@ class Telemetry:
     ) -> OpenSpan:
         """Start a span under `parent` (in a new trace where there is none), now or at `start_ns`."""
         context = self._below(context_of(parent))
-        return OpenSpan(self, name, context, parent, start_ns or time.time_ns(), server, dict(attributes or {}))
+        return OpenSpan(self, name, context, parent, start_ns or time.monotonic_ns(), server, dict(attributes or {}))
 
     def child_of(self, parent: SpanRef) -> str:
         """Return the traceparent of a span that will be recorded under `parent` later, so that others can link to it
@@ -92,7 +94,8 @@ class Telemetry:
         links: Iterable[str] = (),
         server: bool = False,
     ) -> TraceContext:
-        """Record a span that has ended. `times_ns`: its start and end in Unix ns. Return its ids.
+        """Record a span that has ended. `times_ns`: its start and end by `time.monotonic_ns`. Return its
+        ids.
 
         `own`: what `child_of` or `start` has given it. `links`: traceparents. Without a parent it begins a trace.
         """
@@ -107,8 +110,8 @@ class Telemetry:
             parent_id=above.span_id if above else "",
             name=name,
             service=self.service,
-            start_ns=start_ns,
-            end_ns=max(start_ns, end_ns),
+            start_ns=self.clock.date_ns(start_ns),
+            end_ns=self.clock.date_ns(max(start_ns, end_ns)),
             error=error,
             attributes=dict(attributes),
             links=tuple(links),

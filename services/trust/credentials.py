@@ -1,14 +1,17 @@
 """Who may say whose request it is, and who is a holder.
 
 A gateway signs each request's id, tenant and deadline with Ed25519; everybody who keeps KV has the gateways' public key
-and takes no such word unsigned. Holders know each other by the ticket secrets, which no gateway has: a holder that
-copies blocks for their own sake, without a request behind it, says so under them. Signing takes 25 µs and
-verifying 83 µs on one core (`python -m tests.bench.bench_credentials`).
+and takes no such word unsigned, nor one that is over. Its times are by the gateway's own clock, of which a holder knows
+only what the gateway has signed: it was so late, at least, when the holder heard it. Holders know each other by the
+ticket secrets, which no gateway has: a holder that copies blocks for their own sake, without a request behind it, says
+so under them. Signing takes 25 µs and verifying 83 µs on one core (`python -m tests.bench.bench_credentials`).
 """
 
 import hashlib
+import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -20,12 +23,29 @@ from schemas.kv import RequestLease
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
 from services.config import MIN_SECRET_CHARS, MeshConfig, require_content_secrets, require_secrets
 from services.errors import UserError
+from services.runtime import now_ms
+
+MAX_SIGNERS = 1_024
+"""Of so many gateways a holder knows how late it is at least."""
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway's word, good from `said_ms` to `until_ms` by the clock of `signer`, one life of a gateway."""
+
+    signer: str
+    said_ms: int
+    until_ms: int
+    signature: bytes
+
+
+_PROOFS = msgspec.msgpack.Decoder(Proof)
 
 
 class TenantSigner:
     """What a gateway signs with. `seed`: any text that nobody can guess."""
 
     def __init__(self, seed: str) -> None:
+        self._name = secrets.token_hex(8)
         self._key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(seed.encode(), digest_size=32).digest())
 
     @property
@@ -34,8 +54,27 @@ class TenantSigner:
         return self._key.public_key().public_bytes_raw().hex()
 
     def sign(self, request_id: RequestId, tenant: str, deadline_ms: int) -> bytes:
-        """Return the proof that this request is this tenant's until its deadline: 64 bytes."""
-        return self._key.sign(_tenant_text(request_id, tenant, deadline_ms))
+        """Return the proof that this request is this tenant's until its deadline: some 100 bytes."""
+        proof = Proof(self._name, now_ms(), deadline_ms, b"")
+        signature = self._key.sign(_tenant_text(request_id, tenant, proof))
+        return msgspec.msgpack.encode(msgspec.structs.replace(proof, signature=signature))
+
+
+class SignerClocks:
+    """How late it is at least by each signer's clock: its time and this process's go on alike, and no word comes before
+    it is said. A word of a signer that was never heard before is always new."""
+
+    def __init__(self) -> None:
+        self._ahead_ms: OrderedDict[str, int] = OrderedDict()
+
+    def is_over(self, proof: Proof, now_ms: int) -> bool:
+        """Say whether a word that is the signer's is good no more."""
+        ahead_ms = max(proof.said_ms - now_ms, self._ahead_ms.get(proof.signer, proof.said_ms - now_ms))
+        self._ahead_ms[proof.signer] = ahead_ms
+        self._ahead_ms.move_to_end(proof.signer)
+        if len(self._ahead_ms) > MAX_SIGNERS:
+            self._ahead_ms.popitem(last=False)
+        return proof.until_ms < now_ms + ahead_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +85,7 @@ class HolderCredentials:
     secrets: TicketSecrets
     content_secrets: TicketSecrets
     tenant_key: Ed25519PublicKey
+    clocks: SignerClocks = field(default_factory=SignerClocks)
 
     def refusal(self, request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId) -> Refused | None:
         """Return the refusal of a request to this holder of which nobody has proved whose it is, or None."""
@@ -54,12 +94,14 @@ class HolderCredentials:
                 return None
             detail = f"{request.reader} does not prove that it is a holder: are its ticket_secrets the same?"
             return refuse(request, RefusalReason.UNPROVED, detail)
-        text = _tenant_text(request.request_id, request.tenant, request.deadline_ms)
         try:
-            self.tenant_key.verify(request.proof, text)
-        except InvalidSignature:
+            proof = _PROOFS.decode(request.proof)
+            self.tenant_key.verify(proof.signature, _tenant_text(request.request_id, request.tenant, proof))
+        except (InvalidSignature, msgspec.DecodeError):
             detail = f"no gateway has signed that it is {request.tenant or 'no tenant'}'s: is tenant_public_key right?"
             return refuse(request, RefusalReason.UNPROVED, detail)
+        if self.clocks.is_over(proof, now_ms()):
+            return refuse(request, RefusalReason.UNPROVED, "the deadline that a gateway has signed is over")
         return None
 
     def prove_copy(self, request: RequestLease, holder: WorkerId) -> RequestLease:
@@ -96,11 +138,11 @@ def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCre
     return HolderCredentials(secrets=TicketSecrets(secrets), content_secrets=TicketSecrets(secrets), tenant_key=key)
 
 
-def _tenant_text(request_id: RequestId, tenant: str, deadline_ms: int) -> bytes:
-    return msgspec.json.encode(("kvmesh tenant 1", request_id, tenant, deadline_ms))
+def _tenant_text(request_id: RequestId, tenant: str, proof: Proof) -> bytes:
+    return msgspec.json.encode(("kvmesh tenant 2", request_id, tenant, proof.signer, proof.said_ms, proof.until_ms))
 
 
 def _copy_text(request: RequestLease, holder: WorkerId) -> bytes:
     blocks = hashlib.blake2b(request.block_hashes, digest_size=16).hexdigest()
-    who = (request.reader, holder, request.request_id, request.tenant, request.deadline_ms)
-    return msgspec.json.encode(("kvmesh copy 1", *who, request.first_block, blocks))
+    who = (request.reader, holder, request.request_id, request.tenant)
+    return msgspec.json.encode(("kvmesh copy 2", *who, request.first_block, blocks))

@@ -66,7 +66,9 @@ class Inbox:
         elif known is not None and type(known.request) is not type(request):
             reply = refuse(request, RefusalReason.INVALID, "another role of this worker has this attempt already")
         else:
-            reply = self._worker.handle(AttemptAsked(request, times_of(traceparent), traceparent))
+            reply = self._worker.handle(
+                AttemptAsked(request, times_of(traceparent, self._telemetry.clock.ahead_ns), traceparent)
+            )
         self._measured.refused("run" if isinstance(request, RunPrefill) else "reserve", reply)
         return reply
 

@@ -86,7 +86,7 @@ class Reporter:
         )
 
     def load(self, now_ms: int) -> WorkerLoad:
-        """Return what there is to do at `now_ms` (Unix ms)."""
+        """Return what there is to do at `now_ms`."""
         engine, plane, roles = self.engine.load(), self.holder.plane, self.cores.roles
         num_queued = sum(role.num_queued for role in roles)
         awaited = {"prefill": 0, "decode": 0}
@@ -108,7 +108,7 @@ class Reporter:
         )
 
     def describe(self, now_ms: int) -> WorkerDescribed:
-        """Return what goes on here at `now_ms` (Unix ms)."""
+        """Return what goes on here at `now_ms`."""
         return describe(self.load(now_ms), self.cores.held(now_ms), list(self.holder.leases), now_ms)
 
     def tell_joined(self) -> None:
@@ -167,7 +167,7 @@ class Reporter:
 def describe(
     load: WorkerLoad, requests: Iterable[HeldRequest], leases: Iterable[Grant], now_ms: int
 ) -> WorkerDescribed:
-    """Return the state of a worker or store at `now_ms` (Unix ms)."""
+    """Return the state of a worker or store at `now_ms`."""
     held = sorted((_held(lease, now_ms) for lease in leases), key=lambda lease: -lease.age_ms)
     running = sorted(requests, key=lambda request: -request.age_ms)
     return WorkerDescribed(

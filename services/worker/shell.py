@@ -130,7 +130,7 @@ class Worker:
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._on_stream_started, lease),
             on_served=lambda lease, stats, error: self._post(self._on_stream_ended, lease, stats, error),
-            name_stream=telemetry.child_of,
+            telemetry=telemetry,
             observes_ends=(self.measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
@@ -395,7 +395,7 @@ class Worker:
     async def lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are here, as soon as the first of them is if it is being computed; or refuse
         it."""
-        until_ms = now_ms() + max(0, request.answer_by_ms - now_ms()) // 2  # the answer has its way to go, too
+        until_ms = now_ms() + max(0, request.answer_within_ms) // 2  # the answer has its way to go, too
         self._num_waiting += 1
         try:
             while True:

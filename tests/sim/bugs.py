@@ -7,6 +7,7 @@ and from reading (PEERS figures in the README).
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 import json
 import sys
@@ -190,7 +191,7 @@ def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
         lease = granted_by(self.leases).get(ticket.lease_id)
         if lease is None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
-        return StreamLease(self, lease, self.name_stream(lease.traceparent))
+        return StreamLease(self, lease, self.telemetry.child_of(lease.traceparent))
 
     def close_without_a_word(self: KVHolder[Any], lease: Grant) -> None:
         for observe in self.observes_ends:
@@ -532,7 +533,8 @@ def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
     start = KVHolder.start
 
     def nameless(self: KVHolder[Any], *given: Any) -> None:
-        self.name_stream = lambda _: ""
+        self.telemetry = copy.copy(self.telemetry)
+        self.telemetry.child_of = lambda _: ""  # type: ignore[method-assign]
         start(self, *given)
 
     patch.setattr(KVHolder, "start", nameless)

@@ -73,7 +73,10 @@ def test_spans_arrive_with_parent_times_and_attributes(
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     transfer, top = spans[SpanName.KV_TRANSFER], spans["POST /v1/completions"]
     assert transfer.parent_span_id == top.span_id and transfer.trace_id == top.trace_id
-    assert (transfer.start_time_unix_nano, transfer.end_time_unix_nano) == (1_000, 5_000)
+    assert (transfer.start_time_unix_nano, transfer.end_time_unix_nano) == (
+        telemetry.clock.date_ns(1_000),
+        telemetry.clock.date_ns(5_000),
+    )
     assert transfer.attributes[0].value.int_value == 42 and transfer.status.message == "digest"
 
 

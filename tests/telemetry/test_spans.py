@@ -72,7 +72,7 @@ def attempt_of(traceparent: str) -> PrefillAttempt:
         prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=100),
     )  # fmt: skip
     hasher = BlockHasher(8, model_fingerprint="f")
-    return PrefillAttempt(request, [1, 2, 3], hasher, times_of(traceparent), traceparent)
+    return PrefillAttempt(request, [1, 2, 3], hasher, times_of(traceparent, 0), traceparent)
 
 
 def telemetry(ratio: float = 1.0, service: str = "worker-0") -> tuple[Telemetry, list[SpanRecord]]:
@@ -224,24 +224,31 @@ def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -
     assert not {span.trace_id for span in steps} & {TRACE}
 
 
+AHEAD_NS = 10**18
+"""Of the mesh's clock: what a worker tells others are dates."""
+
+
 def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     made, _ = telemetry()
     spans, core = (
         WorkerSpans(made, "worker-0"),
         PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable()),
     )
-    asked = AttemptAsked(case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01"), f"00-{TRACE}-{SPAN}-01")
+    asked = AttemptAsked(
+        case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01"
+    )
     submit = case.one(core.handle(asked, 0), Submit)
-    again = AttemptAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01"), f"00-{TRACE}-{SPAN}-01")
+    again = AttemptAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01")
     reply = case.one(core.handle(again, 1), SendReply).message
     accepted_ns = asked.times.accepted_ns
-    assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == accepted_ns, "a repeat changes nothing"
+    date_ns = accepted_ns + AHEAD_NS
+    assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == date_ns, "a repeat changes nothing"
     spans.submitted(submit.attempt, submit.sequence)
     result = step(submit.sequence, accepted_ns + 100, samples=True)
     spans.stepped(result, core.attempts.get)
     report = case.one(core.handle(result, 2), Emit).tokens.report
     assert report is not None and report.first_token == FirstTokenTimes(
-        accepted_ns=accepted_ns, first_step_ns=accepted_ns + 100, computed_ns=accepted_ns + 105
+        accepted_ns=date_ns, first_step_ns=date_ns + 100, computed_ns=date_ns + 105
     )
 
 
@@ -306,7 +313,7 @@ def test_the_parts_of_a_time_to_first_token_are_spans_and_metrics() -> None:
     choice = choice_of(made, observer.trace)
     choice.asks(1)
     choice.placed(PlaceGranted(1, placement(WorkerId("p1"), WorkerId("d1"))), choice.asked_ns)
-    at_ns = choice.placed_ns
+    at_ns = made.clock.date_ns(choice.placed_ns)
     times = FirstTokenTimes(accepted_ns=at_ns, first_step_ns=at_ns, computed_ns=at_ns)
     choice.core.prefill_report = TransferReport(is_prefill=True, first_token=times)
     observer.wrote([choice, choice])
@@ -383,8 +390,8 @@ def test_the_reader_s_end_says_why_its_carrier_was_taken() -> None:
 )
 def test_a_lease_is_released_in_its_trace(end: LeaseEnd, detail: str, outcome: str, error: str) -> None:
     found: list[SpanRecord] = []
-    spans = HolderSpans(Telemetry("prefill-0", ListExporter(found), at_once=True), "prefill-0")
-    leases = LeaseTable()
+    made = Telemetry("prefill-0", ListExporter(found), at_once=True)
+    spans, leases, at_ns = HolderSpans(made, "prefill-0"), LeaseTable(), made.clock.date_ns(5)
     for lease_id, traceparent in (("of nobody's trace", ""), ("traced", f"00-{TRACE}-{SPAN}-01")):
         lease = leases.grant(
             lease_id=LeaseId(lease_id), holder=WorkerId("prefill-0"), reader=WorkerId("decode-0"),
@@ -395,5 +402,5 @@ def test_a_lease_is_released_in_its_trace(end: LeaseEnd, detail: str, outcome: s
         leases.end(lease.lease_id, end, detail)
         spans.lease_ended(lease)
     (span,) = found
-    assert (span.name, span.trace_id, span.parent_id, span.start_ns) == (SpanName.KV_RELEASE, TRACE, SPAN, 5)
+    assert (span.name, span.trace_id, span.parent_id, span.start_ns) == (SpanName.KV_RELEASE, TRACE, SPAN, at_ns)
     assert (span.attributes[Key.OUTCOME], span.error, span.attributes[Key.NUM_BLOCKS]) == (outcome, error, 3)

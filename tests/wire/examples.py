@@ -103,7 +103,7 @@ from schemas.worker import (
     WorkerRates,
 )
 
-REQUEST = {"request_id": RequestId("req-9f86d081884c7d65"), "attempt": 2, "deadline_ms": 1_790_000_000_123}
+REQUEST = {"request_id": RequestId("req-9f86d081884c7d65"), "attempt": 2, "deadline_ms": 60_123}
 SOURCE, TARGET, GATEWAY = WorkerId("prefill-0"), WorkerId("decode-0"), GatewayId("gateway-1")
 STORY = REQUEST | {"gateway_id": GATEWAY, "age_ms": 25}
 HANDOFF = {"handoff_id": HandoffId("req-9f86d081884c7d65-2"), "source_worker": SOURCE, "target_worker": TARGET}
@@ -316,7 +316,7 @@ EXAMPLES: tuple[Message, ...] = (
         first_block=3,
         block_hashes=HASHES,
         tenant="t",
-        answer_by_ms=9,
+        answer_within_ms=9,
         proof=b"proof",
         is_copy=True,
     ),

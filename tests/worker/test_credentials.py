@@ -1,17 +1,28 @@
 """Whose word is taken: the gateway's for whose a request is, a holder's for a copy."""
 
+import asyncio
+
 import msgspec
 import pytest
 
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from schemas.request import RefusalReason, ReserveBlocks, RunPrefill
+from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill
 from schemas.subjects import Role
 from services.config import MeshConfig
 from services.errors import UserError
-from services.trust.credentials import TenantSigner, credentials_for, holder_credentials, signer_of
+from services.runtime import now_ms
+from services.trust.credentials import (
+    MAX_SIGNERS,
+    Proof,
+    SignerClocks,
+    TenantSigner,
+    credentials_for,
+    holder_credentials,
+    signer_of,
+)
 from services.trust.keys import MeshKeys, with_key
-from tests.credentials import CREDENTIALS, SECRET, SIGNER, proved
+from tests.credentials import CREDENTIALS, SECRET, SEED, SIGNER, proved
 from tests.worker import worker_cases as case
 
 ME = WorkerId("p-0")
@@ -30,15 +41,48 @@ def reason(request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId 
 def test_a_request_is_taken_with_its_gateways_signature_only(
     request_: RunPrefill | ReserveBlocks | RequestLease,
 ) -> None:
-    signed = proved(request_)
+    signed = proved(msgspec.structs.replace(request_, deadline_ms=now_ms() + 60_000))
     assert reason(signed) is None
     stranger = TenantSigner("another seed").sign(signed.request_id, signed.tenant, signed.deadline_ms)
     for change in (
         {"proof": b""}, {"proof": signed.proof[:-1]}, {"proof": stranger}, {"tenant": "other"},
-        {"request_id": RequestId("r2")}, {"deadline_ms": signed.deadline_ms + 1},
+        {"request_id": RequestId("r2")},
     ):  # fmt: skip
         assert reason(msgspec.structs.replace(signed, **change)) is RefusalReason.UNPROVED, change
     assert reason(msgspec.structs.replace(signed, attempt=2)) is None, "the next attempt is the same request"
+
+
+@pytest.mark.virtual_time
+async def test_a_word_that_is_over_is_not_taken_whatever_the_clocks_say() -> None:
+    """No clock of another machine is read: a holder hears how late it is from the gateway itself."""
+    holder = credentials_for([SECRET], SIGNER)
+    words = [_proved_for(SIGNER, seconds) for seconds in (5, 60)]
+    assert [holder.refusal(word, ME) for word in words] == [None, None]
+    await asyncio.sleep(6)
+    assert _is_over(holder.refusal(words[0], ME)) and holder.refusal(words[1], ME) is None
+    late = credentials_for([SECRET], SIGNER)
+    assert late.refusal(words[0], ME) is None, "of this gateway it has heard nothing yet"
+    assert late.refusal(_proved_for(SIGNER, 60), ME) is None
+    assert _is_over(late.refusal(words[0], ME)), "by now it knows"
+    other = TenantSigner(SEED)
+    assert late.refusal(_proved_for(other, 60), ME) is None, "each gateway has its own clock"
+
+
+def test_what_a_holder_knows_of_clocks_is_bounded() -> None:
+    clocks = SignerClocks()
+    for number in range(3 * MAX_SIGNERS):
+        assert not clocks.is_over(Proof(str(number), 5, 6, b""), now_ms=0)
+    assert len(clocks._ahead_ms) == MAX_SIGNERS
+
+
+def _proved_for(signer: TenantSigner, seconds: int) -> RunPrefill:
+    run = case.run_prefill()
+    proof = signer.sign(run.request_id, run.tenant, now_ms() + 1_000 * seconds)
+    return msgspec.structs.replace(run, proof=proof)
+
+
+def _is_over(refused: Refused | None) -> bool:
+    return refused is not None and "is over" in refused.detail
 
 
 def test_a_copy_is_for_holders_and_for_the_one_that_was_asked() -> None:
@@ -47,7 +91,7 @@ def test_a_copy_is_for_holders_and_for_the_one_that_was_asked() -> None:
     assert reason(copy, WorkerId("another")) is RefusalReason.UNPROVED
     for change in (
         {"tenant": "other"}, {"reader": WorkerId("d-1")}, {"block_hashes": bytes(16)}, {"first_block": 1},
-        {"deadline_ms": 9_001}, {"is_copy": False}, {"proof": b""}, {"proof": proved(LEASE).proof},
+        {"is_copy": False}, {"proof": b""}, {"proof": proved(LEASE).proof},
     ):  # fmt: skip
         assert reason(msgspec.structs.replace(copy, **change)) is RefusalReason.UNPROVED, change
     gateway = credentials_for([b"no ticket secret"], SIGNER)
@@ -66,9 +110,7 @@ def test_holders_of_an_older_and_a_newer_list_of_secrets_copy_from_each_other() 
 def test_each_role_s_key_file_has_its_own_secrets() -> None:
     roles = MeshKeys.fresh().roles
     gateway, holder = (with_key(MeshConfig(), roles[role]) for role in (Role.GATEWAY, Role.HOLDER))
-    request = case.run_prefill()
-    proof = signer_of(gateway).sign(request.request_id, request.tenant, request.deadline_ms)
-    signed = msgspec.structs.replace(request, proof=proof)
+    signed = _proved_for(signer_of(gateway), 60)
     assert holder_credentials(holder).refusal(signed, ME) is None
     for role in (Role.SCHEDULER, Role.DIRECTORY):
         assert with_key(MeshConfig(), roles[role]) == MeshConfig()

@@ -81,7 +81,6 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
         ({"block_hashes": bytes(16)}, RefusalReason.GONE),
         ({"block_hashes": 2 * request().block_hashes}, RefusalReason.INVALID),
         ({"deadline_ms": 0}, RefusalReason.DEADLINE),
-        ({"answer_by_ms": 1}, RefusalReason.DEADLINE),
         ({"reader": "x" * 3000}, RefusalReason.INVALID),
         ({"request_id": "a.b"}, RefusalReason.INVALID),
         ({"tenant": "t" * 3000}, RefusalReason.INVALID),

@@ -124,7 +124,7 @@ class VllmSteps:
     def step(self) -> StepResult | None:
         if not self._names:
             return None
-        started_ns = time.time_ns()
+        started_ns = time.monotonic_ns()
         try:
             self._link.begin([], 0)
             return self._result(self._engine.step(), started_ns)
@@ -157,7 +157,7 @@ class VllmSteps:
             self._take(output, sampled, failed)
         return StepResult(
             started_ns=started_ns,
-            ended_ns=time.time_ns(),
+            ended_ns=time.monotonic_ns(),
             num_prefill_tokens=num_prefill,
             num_decode_tokens=num_decode,
             computed=tuple(computed),

@@ -1,7 +1,7 @@
 """Records the spans and metrics of an HTTP request: it hears of each moment once.
 
-An answer has one `AnswerObserver`, and a `ChoiceObserver` for each of its choices. Times are Unix ns, and seconds by
-the monotonic clock.
+An answer has one `AnswerObserver`, and a `ChoiceObserver` for each of its choices. Times are ns and
+seconds by the monotonic clock.
 """
 
 import time
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.ids import RequestId, WorkerId
+from schemas.request import FirstTokenTimes
 from services import metric_names as names
 from services.gateway import limits
 from services.gateway.observe.metrics import GatewayMetrics
@@ -42,7 +43,7 @@ class ChoiceObserver:
     telemetry: Telemetry
     job: Job
     core: RequestCore
-    submitted_ns: int = field(default_factory=lambda: time.time_ns())
+    submitted_ns: int = field(default_factory=lambda: time.monotonic_ns())
     attempt: int = 0
     asked_ns: int = 0
     """When the attempt under way was to be placed."""
@@ -57,14 +58,14 @@ class ChoiceObserver:
 
     def asks(self, attempt: int) -> int:
         """The attempt is to be placed, perhaps once more. Return the present time."""
-        now_ns = time.time_ns() if attempt > 1 or self.attempt else self.submitted_ns
+        now_ns = time.monotonic_ns() if attempt > 1 or self.attempt else self.submitted_ns
         if attempt != self.attempt:
             self.attempt, self.asked_ns, self._answered = attempt, now_ns, set()
         return now_ns
 
     def placed(self, event: PlaceEvent, asked_ns: int) -> None:
         """A scheduler has answered what it was asked at `asked_ns`, or has not."""
-        now_ns, error = time.time_ns(), ""
+        now_ns, error = time.monotonic_ns(), ""
         attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: self.job.request_id, Key.ATTEMPT: event.attempt}
         match event:
             case PlaceGranted(placement=placement):
@@ -85,12 +86,12 @@ class ChoiceObserver:
         self.telemetry.record(SpanName.PLACE, self.job.trace, (asked_ns, now_ns), attributes, error=error)
 
     def dispatched(self, sent: Dispatch, accepted_ns: int = 0, error: str = "") -> None:
-        """A worker has taken an attempt, at this time by its own clock (0: unknown), or has not."""
+        """A worker has taken an attempt, at this time by the gateway's clock (0: unknown), or has not."""
         if sent.attempt == self.attempt:
             if sent.role in self._answered:
                 return  # its first token came before its reply
             self._answered.add(sent.role)
-        now_ns = time.time_ns()
+        now_ns = time.monotonic_ns()
         attributes: dict[str, AttributeValue] = {
             Key.REQUEST_ID: self.job.request_id,
             Key.ATTEMPT: sent.attempt,
@@ -103,7 +104,7 @@ class ChoiceObserver:
     def is_moved(self) -> None:
         """An attempt begins, perhaps because a worker has given the one before away."""
         if self.core.moved_by is not None and self._moved is None:
-            self._moved = (self.core.moved_by, time.time_ns())
+            self._moved = (self.core.moved_by, time.monotonic_ns())
 
     def goes_on(self) -> None:
         """Tokens are here: an answer that was given away has moved."""
@@ -116,17 +117,17 @@ class ChoiceObserver:
             Key.WORKER: worker_id,
             Key.DECODE_WORKER: self.core.decode_worker or self.core.prefill_worker or "",
         }
-        self.telemetry.record(SpanName.MOVE, self.job.trace, (moved_ns, time.time_ns()), attributes)
+        self.telemetry.record(SpanName.MOVE, self.job.trace, (moved_ns, time.monotonic_ns()), attributes)
 
     def first_token(self, read_ns: int) -> dict[str, float]:
         """Token 0 was written just now. Return the parts of the TTFT in seconds; none where its worker sent no times.
 
         `read_ns`: when the request's body had been read.
         """
-        written_ns, core = time.time_ns(), self.core
+        written_ns, core = time.monotonic_ns(), self.core
         reports = (core.prefill_report, core.report)
         times = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
-        fitted = fit_clock(times, self.placed_ns, written_ns) if times else None
+        fitted = fit_clock(self._undated(times), self.placed_ns, written_ns) if times else None
         if fitted is not None:
             worker_id = core.prefill_worker or WorkerId("")
             self.dispatched(Dispatch(self.attempt, "prefill", worker_id, self.placed_ns), fitted.accepted_ns)
@@ -135,6 +136,14 @@ class ChoiceObserver:
         self.telemetry.record(SpanName.FIRST_TOKEN, self.job.trace, (started_ns, written_ns), attributes)
         seen = Milestones(read_ns, self.submitted_ns, self.asked_ns, self.placed_ns, written_ns)
         return ttft_parts(seen, fitted) if fitted else {}
+
+    def _undated(self, times: FirstTokenTimes) -> FirstTokenTimes:
+        at_ns = self.telemetry.clock.at_ns
+        return FirstTokenTimes(
+            accepted_ns=at_ns(times.accepted_ns),
+            first_step_ns=at_ns(times.first_step_ns),
+            computed_ns=at_ns(times.computed_ns),
+        )
 
 
 class AnswerObserver:
@@ -253,7 +262,7 @@ class KeepRate:
 
     def allows_one_more(self) -> bool:
         """Count a trace that is to be kept. False: there were enough of them in this second."""
-        second = time.time_ns() // 1_000_000_000
+        second = time.monotonic_ns() // 1_000_000_000
         self._num_kept = self._num_kept + 1 if second == self._second else 1
         self._second = second
         return self._num_kept <= limits.MAX_KEEPS_PER_S

@@ -62,7 +62,7 @@ class _Unsent(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStory:
-    """How much of one request's story has been published. Times are Unix ms."""
+    """How much of one request's story has been published."""
 
     job: Job
     core: RequestCore

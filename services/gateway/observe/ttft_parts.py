@@ -12,7 +12,7 @@ from services.telemetry.names import TTFT_PARTS
 
 
 class Milestones(NamedTuple):
-    """What the gateway has seen by its own clock, in Unix ns."""
+    """What the gateway has seen, in ns by its own clock."""
 
     read_ns: int
     submitted_ns: int
@@ -24,7 +24,8 @@ class Milestones(NamedTuple):
 
 
 def fit_clock(times: FirstTokenTimes, placed_ns: int, written_ns: int) -> FirstTokenTimes:
-    """Return a worker's times as they can have been by the gateway's clock: machines' clocks differ, durations do not.
+    """Return a worker's times as they can have been. All are by the gateway's clock: what the worker has told are dates
+    of the mesh's clock, which is known to some hundred µs only, and durations are exact.
 
     What cannot be, having been computed before it was sent or after it was written, is moved by as little as will do.
     """

@@ -15,7 +15,7 @@ from services.scheduler.limits import MAKING_MS, MAKING_SHARE, MAKING_SLACK_MS, 
 
 class Maker(NamedTuple):
     """This incarnation of a worker is computing a prompt's first `num_blocks` blocks, which are predicted to be there
-    at `ready_ms` (Unix ms)."""
+    at `ready_ms`."""
 
     worker_id: WorkerId
     incarnation: str

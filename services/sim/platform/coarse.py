@@ -81,17 +81,17 @@ class CoarseReader(SimPlaneReader):
 
     async def read(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
         stats = request.stats
-        stats.carrier, stats.opened_ns = tcp.NAME, time.time_ns()
+        stats.carrier, stats.opened_ns = tcp.NAME, time.monotonic_ns()
         try:
             async with asyncio.timeout(request.deadline_s):
                 await asyncio.sleep(self._network.latency_s())
                 lease = self._open(request)
-                stats.accepted_ns = time.time_ns()
+                stats.accepted_ns = time.monotonic_ns()
                 with _served(lease, stats):
                     trailer = await self._follow(request, lease, on_started)
         except TimeoutError as error:
             raise TransferFailedError(ReadEnd.DEADLINE, "it took too long", request.first_token) from error
-        stats.landed_ns = time.time_ns()
+        stats.landed_ns = time.monotonic_ns()
         return Landed(request.num_tokens, trailer, stats)
 
     def _open(self, request: ReadRequest) -> OpenLease:
@@ -124,7 +124,7 @@ class CoarseReader(SimPlaneReader):
                     await changed.wait()
                     continue
                 if not stats.first_byte_ns:
-                    stats.first_byte_ns = time.time_ns()
+                    stats.first_byte_ns = time.monotonic_ns()
                     lease.started()
                     on_started(stats.carrier)
                 num_bytes = (num_tokens - num_read) * token_bytes
@@ -133,7 +133,7 @@ class CoarseReader(SimPlaneReader):
                 stats.num_bytes += num_bytes
                 stats.num_wire_bytes += num_bytes
                 stats.num_frames += 1
-                stats.last_byte_ns = time.time_ns()
+                stats.last_byte_ns = time.monotonic_ns()
         finally:
             progress.unsubscribe(changed.set)
 

@@ -39,7 +39,7 @@ RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
 class WantedLease:
     """A lease to ask for: on the blocks from `first_block` of a sequence on, as far as the holder has them.
 
-    `deadline_ms`: Unix ms, of the request that they are read for.
+    `deadline_ms`: of the request that they are read for.
     """
 
     first_block: int
@@ -83,7 +83,7 @@ class Twin:
 @dataclass(slots=True)
 class TwinWait:
     """An attempt's wait for what others fill. `twin`: whom it waits for; None: it waits no more, and keeps nothing of
-    who has ended. `request_id`: whom it waited for last. Unix ms."""
+    who has ended. `request_id`: whom it waited for last."""
 
     twin: Twin | None
     request_id: RequestId
@@ -95,10 +95,12 @@ class TwinWait:
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """When what happened to an attempt, in Unix ns; 0: not yet. Kept by `WorkerSpans`, which records it."""
+    """When what happened to an attempt, in ns; 0: not yet. Kept by `WorkerSpans`, which records it."""
 
     accepted_ns: int = 0
     is_sampled: bool = False
+    ahead_ns: int = 0
+    """What makes dates of the mesh's clock of them, for others."""
     num_prompt_tokens: int = 0
     submitted_ns: int = 0
     computes_prompt: bool = False
@@ -124,7 +126,9 @@ class AttemptTimes:
         if not (self.computes_prompt and self.first_token_ns):
             return None
         return FirstTokenTimes(
-            accepted_ns=self.accepted_ns, first_step_ns=self.first_step_ns, computed_ns=self.first_token_ns
+            accepted_ns=self.accepted_ns + self.ahead_ns,
+            first_step_ns=self.first_step_ns + self.ahead_ns,
+            computed_ns=self.first_token_ns + self.ahead_ns,
         )
 
 

@@ -63,7 +63,7 @@ class Grant:
     progress: KVProgress
     """How much of it can be read."""
     readable_ns: int = 0
-    """When the last of it could be read, Unix time; 0: some of it is still being computed."""
+    """When the last of it could be read; 0: some of it is still being computed."""
     is_offered: bool = False
     """It is a hand-over's, and its terms have been sent to the reader."""
     is_read: bool = False
@@ -116,7 +116,7 @@ class LeaseTable:
         self._new_nonce = new_nonce
         self._active: dict[LeaseId, Grant] = {}
         self._expected: dict[RequestId, int] = {}
-        """Requests that go on elsewhere and are to be read here, and until when they are waited for, in Unix ms."""
+        """Requests that go on elsewhere and are to be read here, and until when they are waited for."""
         self._last_epoch = 0
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class LeaseTable:
         return len(self._expected)
 
     def expect(self, request_id: RequestId, until_ms: int) -> None:
-        """Somebody is to ask for what is here of a request, by then (Unix ms)."""
+        """Somebody is to ask for what is here of a request, by then."""
         self._expected[request_id] = until_ms
 
     def is_expected(self, request_id: RequestId) -> bool:

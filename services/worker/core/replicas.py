@@ -75,7 +75,7 @@ class ReplicaCore:
             )
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """React to what has happened: return what is to be done, in order. `now_ms`: Unix ms."""
+        """React to what has happened: return what is to be done, in order."""
         match event:
             case CopyOffered():
                 return self._offered(event, now_ms)

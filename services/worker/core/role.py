@@ -68,7 +68,7 @@ AttemptT = TypeVar("AttemptT", bound=AnyAttempt)
 class RoleCore(ABC, Generic[AttemptT]):
     """Owns the attempts of one role; shares its blocks with the worker's other cores.
 
-    `handle` and `tick` change it, and return what is to be done, in order. `now_ms`: Unix ms.
+    `handle` and `tick` change it, and return what is to be done, in order.
     """
 
     record: ClassVar[type[Any]]

@@ -28,6 +28,7 @@ from schemas.request import RunPrefill
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
 from services.runtime import now_ms
+from services.telemetry import Telemetry
 from services.trust.credentials import HolderCredentials
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LentMemory
@@ -45,9 +46,8 @@ class KVHolder(Generic[MemoryT]):
     """One process's blocks. The leases are changed on the event loop, under `lock`; the plane's threads only look.
 
     `on_started` (the first byte of a read is on its way) and `on_served` (it is over: what was sent, and why it failed,
-    for people; "": all was sent) are called on the plane's threads, as is `name_stream`, which returns a new
-    traceparent under the given one. `observes_ends` are called on the event loop when a lease has ended: for metrics
-    and spans.
+    for people; "": all was sent) are called on the plane's threads. `observes_ends` are called on the event loop when a
+    lease has ended: for metrics and spans.
     """
 
     worker_id: WorkerId
@@ -59,7 +59,7 @@ class KVHolder(Generic[MemoryT]):
     make_server: MakeServer
     on_started: Callable[[Grant], None]
     on_served: Callable[[Grant, TransferStats, str], None]
-    name_stream: Callable[[str], str] = lambda _: ""
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry("", None))
     observes_ends: tuple[Callable[[Grant], None], ...] = ()
     leases: LeaseTable = field(default_factory=LeaseTable)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,7 +149,7 @@ class KVHolder(Generic[MemoryT]):
     def lend(self, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
         """Return the signed terms of a lease on what is all here, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot lend"
-        grant.traceparent, grant.readable_ns = traceparent, time.time_ns()
+        grant.traceparent, grant.readable_ns = traceparent, time.monotonic_ns()
         return LeaseGranted(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -168,7 +168,8 @@ class KVHolder(Generic[MemoryT]):
     def finish_lease(self, grant: Grant, first: FirstToken) -> None:
         """All is computed: the stream may end."""
         grant.readable_ns = first.computed_ns
-        grant.progress.finish(msgspec.json.encode(first))
+        dated = msgspec.structs.replace(first, computed_ns=self.telemetry.clock.date_ns(first.computed_ns))
+        grant.progress.finish(msgspec.json.encode(dated))
 
     def close_lease(self, grant: Grant) -> None:
         """The lease has ended: fail a stream that is still open on it."""
@@ -192,7 +193,7 @@ class KVHolder(Generic[MemoryT]):
         """Return the lease of a ticket, for one stream. Raises LeaseRefusedError."""
         with self.lock:
             grant = self.leases.check(ticket, self.incarnation, now_ms())
-            return StreamLease(self, grant, self.name_stream(grant.traceparent))
+            return StreamLease(self, grant, self.telemetry.child_of(grant.traceparent))
 
 
 @dataclass(slots=True, frozen=True)

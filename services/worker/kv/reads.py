@@ -191,7 +191,7 @@ class KVReads:
                 is_whole=True,
                 more_comes=terms.more_comes,
             )
-            first_token = msgspec.json.decode(landed.trailer, type=FirstToken) if read.is_hand_over else None
+            first_token = self._first_token(landed.trailer) if read.is_hand_over else None
             ended = ReadEnded(read, outcome, first_token=first_token)
         except NotGrantedError as error:
             ended = ReadEnded(read, ReadOutcome(0), error.end, str(error), error.reason)
@@ -210,6 +210,11 @@ class KVReads:
             with surviving(f"recording the read of {read.key[0]}"):
                 self.record(FinishedRead(ended, span, landed))
         return ended
+
+    def _first_token(self, trailer: bytes) -> FirstToken:
+        """Return what a stream's end says, by this process's clock. Raises msgspec.DecodeError."""
+        first = msgspec.json.decode(trailer, type=FirstToken)
+        return msgspec.structs.replace(first, computed_ns=self.telemetry.clock.at_ns(first.computed_ns))
 
     def _ended(self, read: KVRead, task: "asyncio.Task[ReadEnded]") -> None:
         """Said by the task's end, as a task that is cancelled before its first step runs none of its code."""
@@ -243,7 +248,7 @@ class KVReads:
             request_id=request_id,
             attempt=attempt,
             deadline_ms=lease.deadline_ms,
-            answer_by_ms=min(lease.deadline_ms, now_ms() + self.settings.times.lease_answer_ms),
+            answer_within_ms=min(lease.deadline_ms - now_ms(), self.settings.times.lease_answer_ms),
             reader=self.settings.reader_id,
             fingerprint=self.settings.fingerprint,
             first_block=lease.first_block,
@@ -322,7 +327,7 @@ class KVReads:
     ) -> LeaseGranted | NotGrantedError:
         """Return the lease, or why there is none: a task of the service's group that raised would end the service. What
         is granted when `nobody_waits` any more is given back."""
-        timeout_s = max(0.001, (request.answer_by_ms - now_ms()) / 1000)
+        timeout_s = max(0.001, request.answer_within_ms / 1000)
         try:
             reply = await self.bus.ask(subjects.LEASE, (holder, request.reader), request, timeout_s, traceparent)
         except BusError as error:

@@ -60,7 +60,7 @@ class MeasuredRates:
         self._prefill_s[border] = _blend(self._prefill_s.get(border, 0.0), duration_s / result.num_prefill_tokens)
 
     def transferred(self, source: WorkerId, asked_ns: int, stats: TransferStats, now_ms: int) -> None:
-        """Add a read that landed. `asked_ns`: when its lease was asked for, Unix time."""
+        """Add a read that landed. `asked_ns`: when its lease was asked for."""
         key = (source, stats.carrier)
         pair = self._transfers.pop(key, None) or _Transfer()
         self._transfers[key] = pair  # the one heard of last is at the end

@@ -95,12 +95,12 @@ class WorkerMetrics(HolderMetrics):
         end: ReadEnd,
         traceparent: str,
     ) -> None:
-        """A read has ended that began at `started_ns` (Unix time). `stats` None: it has not landed."""
+        """A read has ended that began at `started_ns`. `stats` None: it has not landed."""
         metrics = self.metrics
         metrics.inc(names.TRANSFERS, end, trace=traceparent)
         if stats is None:
             return
-        seconds = (time.time_ns() - started_ns) / 1e9
+        seconds = (time.monotonic_ns() - started_ns) / 1e9
         metrics.inc(names.TRANSFER_BYTES, source, stats.carrier, by=stats.num_bytes, trace=traceparent)
         metrics.inc(names.TRANSFER_WIRE_BYTES, source, stats.carrier, by=stats.num_wire_bytes)
         metrics.observe(names.TRANSFER_SECONDS, seconds, kind, trace=traceparent)

@@ -12,11 +12,12 @@ from services.worker.core.content import AttemptKey
 from services.worker.limits import MAX_LINKED_STEPS
 
 
-def times_of(traceparent: str) -> AttemptTimes:
-    """Return the times of an attempt that is asked for now, in a trace that a message came with."""
+def times_of(traceparent: str, ahead_ns: int) -> AttemptTimes:
+    """Return the times of an attempt that is asked for now, in a trace that a message came with. `ahead_ns`: of the
+    mesh's clock."""
     context = parse_traceparent(traceparent)
     is_sampled = context is not None and context.is_sampled
-    return AttemptTimes(time.time_ns(), is_sampled)
+    return AttemptTimes(time.monotonic_ns(), is_sampled, ahead_ns)
 
 
 @dataclass
@@ -29,7 +30,7 @@ class WorkerSpans:
     def submitted(self, attempt: AnyAttempt, sequence: Sequence) -> None:
         """The engine is given an attempt's sequence."""
         times = attempt.times
-        times.submitted_ns = time.time_ns()
+        times.submitted_ns = time.monotonic_ns()
         times.num_prompt_tokens = sequence.num_prompt_tokens
         times.decodes = sequence.max_local_tokens is None
         # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.
@@ -85,7 +86,7 @@ class WorkerSpans:
     def ended(self, attempt: AnyAttempt) -> None:
         """An attempt goes on here no more: record what of it has not been."""
         times, outcome, is_decode = attempt.times, attempt.outcome, attempt.part == "decode"
-        now_ns, error = time.time_ns(), "" if attempt.end is AttemptEnd.COMPLETE else outcome
+        now_ns, error = time.monotonic_ns(), "" if attempt.end is AttemptEnd.COMPLETE else outcome
         if (wait := attempt.wait) is not None:
             end_ns = now_ns if wait.twin is not None else wait.ended_ms * 1_000_000
             attributes = self._attributes(attempt.key, "") | {Key.TWIN: wait.request_id}

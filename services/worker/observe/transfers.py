@@ -29,7 +29,7 @@ class TransferSpan:
     worker_id: str
     traceparent: str
     """Of what it belongs to; empty: it begins a trace."""
-    started_ns: int = field(default_factory=lambda: time.time_ns())
+    started_ns: int = field(default_factory=lambda: time.monotonic_ns())
     stats: TransferStats = field(default_factory=TransferStats)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class TransferSpan:
 
     def end(self, attributes: Attributes, end: ReadEnd, detail: str = "") -> None:
         """Record it, with the phases that it came to. `detail`: how it ended for people, where there is more to say."""
-        stats, end_ns, outcome = self.stats, time.time_ns(), detail or end.value
+        stats, end_ns, outcome = self.stats, time.monotonic_ns(), detail or end.value
         error = "" if end is ReadEnd.LANDED else outcome
         described = dict(attributes) | {Key.END: "target", Key.WORKER: self.worker_id, Key.OUTCOME: outcome}
         if stats.accepted_ns:
@@ -110,7 +110,7 @@ class ReadRecords:
                 self.measured.exposed(exposed_s, span.traceparent)
         else:
             attributes[Key.NUM_BLOCKS] = num_tokens // self.block_size  # a broken read may end inside a block
-            attributes[Key.EXPOSED_MS] = (time.time_ns() - span.started_ns) / 1e6  # nothing is computed meanwhile
+            attributes[Key.EXPOSED_MS] = (time.monotonic_ns() - span.started_ns) / 1e6  # nothing is computed meanwhile
         stats = landed.stats if landed is not None else None
         if stats is not None and ended.end is ReadEnd.LANDED:
             if not is_hand_over:
@@ -173,7 +173,7 @@ class HolderSpans:
         self.telemetry.record(
             SpanName.KV_TRANSFER,
             lease.traceparent,
-            (stats.opened_ns, time.time_ns()),
+            (stats.opened_ns, time.monotonic_ns()),
             attributes | described_by(stats),
             error="" if lease.end is not None and lease.end.is_good else error,
             own=stats.traceparent,
@@ -190,7 +190,7 @@ class HolderSpans:
             Key.NUM_BLOCKS: lease.num_blocks,
             Key.OUTCOME: lease.outcome,
         }
-        now_ns = time.time_ns()
+        now_ns = time.monotonic_ns()
         error = "" if lease.end is not None and lease.end.is_good else lease.outcome
         span_ns = (lease.readable_ns or now_ns, now_ns)
         self.telemetry.record(SpanName.KV_RELEASE, lease.traceparent, span_ns, attributes, error=error)
