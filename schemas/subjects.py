@@ -64,6 +64,7 @@ from schemas.request import (
     Wanted,
 )
 from schemas.worker import (
+    AskTime,
     ClaimName,
     DescribeFleet,
     DrainAnswered,
@@ -72,6 +73,7 @@ from schemas.worker import (
     LeaveAnswered,
     LeaveMesh,
     PingWorker,
+    TimeTold,
     WorkerAlive,
     WorkerBeat,
     WorkerDraining,
@@ -220,6 +222,8 @@ DRAIN = _question("mesh.v1.worker.{to}.drain", DrainWorker, (DrainAnswered,), OP
 PING = _question("mesh.v1.worker.{to}.ping", PingWorker, (WorkerAlive,), SCHEDULERS, ADDRESSED_HOLDER)
 _MEMBERS = tuple(Permit(role, "name") for role in (Role.SCHEDULER, Role.DIRECTORY, Role.HOLDER))
 CLAIM = _question("mesh.v1.member.{name}.claim", ClaimName, (ClaimName,), _MEMBERS, _MEMBERS)
+_SERVICES = (GATEWAYS, SCHEDULERS, DIRECTORIES, HOLDERS)
+TIME = _question("mesh.v1.scheduler.time", AskTime, (TimeTold,), _SERVICES, SCHEDULERS, "scheduler")
 PROGRESS = _question("mesh.v1.worker.{to}.progress", AskProgress, (Progress,), GATEWAYS, ADDRESSED_HOLDER)
 WORKER_STATUS = _question(
     "mesh.v1.worker.{to}.status", DescribeWorker, (WorkerDescribed,), PEOPLE, ADDRESSED_HOLDER, may_be_empty=True
@@ -271,8 +275,8 @@ COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF,
 KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, HOLDERS))
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
-    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, PROGRESS, WORKER_STATUS, RUN, RESERVE,
-    RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN,
-    RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS, HEAT, STORED,
-    EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
+    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, TIME, PROGRESS, WORKER_STATUS, RUN,
+    RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED,
+    FIRST_TOKEN, RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS, HEAT,
+    STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
 )  # fmt: skip

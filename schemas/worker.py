@@ -8,7 +8,7 @@ import msgspec
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 from schemas.message import Message
-from schemas.numbers import Amount, BlockSize, Count, Rate
+from schemas.numbers import Amount, BlockSize, Count, Ns, Number, Rate
 
 WorkerRole = Literal["prefill", "decode", "aggregated", "store"]
 WorkerState = Literal["ready", "draining"]
@@ -104,6 +104,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_dropped_messages: Count = 0
     num_refused_reads: Count = 0
     rates: WorkerRates = WorkerRates()
+    clock_ahead_ms: Number = 0
+    """By how much its machine's clock is ahead of the scheduler's; 0: by less than a second."""
 
 
 class WorkerBeat(Message, frozen=True, kw_only=True):
@@ -199,6 +201,19 @@ class ClaimName(Message, frozen=True, kw_only=True):
     where: str
     age_ms: Count
     """How long it has lived."""
+
+
+class AskTime(Message, frozen=True, kw_only=True):
+    """What time is it on a scheduler's machine?"""
+
+
+class TimeTold(Message, frozen=True, kw_only=True):
+    """The Unix time that the mesh goes by. `age_ms` and `token` are of the scheduler that says so: of several the eldest
+    counts."""
+
+    unix_ns: Ns
+    age_ms: Count
+    token: str
 
 
 class DescribeFleet(Message, frozen=True, kw_only=True):

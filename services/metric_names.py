@@ -371,6 +371,12 @@ FENCES = MetricName(
 # All services.
 
 SERVICE_INFO = MetricName("gauge", "kvmesh_service_info", "1, with the service's name", ("name",), is_sampled=True)
+CLOCK_AHEAD = MetricName(
+    "gauge",
+    "kvmesh_clock_ahead_seconds",
+    "By how much the machine's clock is ahead of the scheduler's",
+    is_sampled=True,
+)
 BUS_SECONDS = MetricName(
     "histogram",
     "kvmesh_bus_request_seconds",

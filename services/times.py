@@ -261,6 +261,12 @@ class TelemetryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How long the last spans may take to leave: a back end that is away must not keep a service from its end."""
     sample_interval_s: Pace = 0.5
     """Between two looks at what metrics say of the present: blocks, queues, ages."""
+    clock_interval_s: Pace = 10.0
+    """Between two questions for the scheduler's time."""
+    clock_soon_s: Pace = 0.25
+    """The same, as a service starts."""
+    clock_within_s: Wait = 1.0
+    """How long its answer is waited for."""
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

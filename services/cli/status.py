@@ -34,6 +34,9 @@ def run_status(options: BusOptions, *, as_json: bool) -> None:
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
     if mesh is not None and mesh.resting:
         console.print(f"[red]ends too often, and is tried again after pauses: {', '.join(mesh.resting)}[/red]")
+    if wrong := {load.worker.worker_id: ms for load in _sorted(fleet) if (ms := load.clock_ahead_ms)}:
+        listed = ", ".join(f"{worker_id} {ms / 1000:+.1f} s" for worker_id, ms in wrong.items())
+        console.print(f"clocks that differ from the scheduler's: {listed}")
     if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
         listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
         console.print(f"[red]blocks that no request knows of: {listed}[/red]")

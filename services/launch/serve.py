@@ -18,6 +18,7 @@ from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
+from services.clocks import keep_time
 from services.config import EngineName, MeshConfig, load_config, require_secrets, set_environment, with_device
 from services.errors import UserError
 from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED
@@ -83,9 +84,7 @@ def run_service(
 
         async def serve(stop: asyncio.Event) -> bool | None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
-            # A gateway has another name in each of its lives, which nobody else can have.
-            lives_by = "" if role == "gateway" else name
-            return await _serve(name, lives_by, config, metrics, start, stop, access, supervised=supervised)
+            return await _serve(role, name, config, metrics, start, stop, access, supervised=supervised)
 
         comes_again = run_until_signal(serve)
         if comes_again is not None:
@@ -126,8 +125,8 @@ def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: Tic
 
 
 async def _serve(
+    role: str,
     name: str,
-    lives_by: str,
     config: MeshConfig,
     metrics: Metrics,
     start: Start,
@@ -136,11 +135,14 @@ async def _serve(
     *,
     supervised: bool,
 ) -> bool | None:
-    """Run a service to its end. Returns what `Start` does. `lives_by`: the name that nobody else may live by."""
-    watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
+    """Run a service to its end. Returns what `Start` does."""
+    watching = [asyncio.create_task(watch_parent(stop), name="watch parent")] if supervised else []
     telemetry = open_telemetry(name, config)
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
+    if role != "scheduler":  # who tells the others the time asks other schedulers only
+        keeps_time = keep_time(bus, telemetry.clock, metrics, config.times.telemetry)
+        watching.append(asyncio.create_task(keeps_time, name="keep the time"))
     try:
         with contextlib.ExitStack() as while_ready:
 
@@ -149,15 +151,16 @@ async def _serve(
                 _say(READY_LINE)
 
             within_s = config.times.bus.claim_within_s
-            async with holding(bus, lives_by, stop, within_s) if lives_by else contextlib.nullcontext():
+            # A gateway has another name in each of its lives, which nobody else can have.
+            async with contextlib.nullcontext() if role == "gateway" else holding(bus, name, stop, within_s):
                 comes_again = await start(bus, telemetry, stop, on_ready)
         if comes_again is None and ends.done() and ends.result():
             raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
         return comes_again
     finally:
         ends.cancel()
-        if watch is not None:
-            watch.cancel()
+        for task in watching:
+            task.cancel()
         await bus.close()
         telemetry.close()
 

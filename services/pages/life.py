@@ -37,6 +37,7 @@ from services.sim.platform.engine import Pace, SimSteps
 from services.sim.platform.loop import PROCESS, SimLoop
 from services.sim.platform.plane import SimNetwork
 from services.sim.world import undisturbed
+from services.trust.credentials import HolderCredentials
 from services.worker.parts import WorkerParts
 
 REPOSITORY = Path(schemas.__file__).parents[1]
@@ -173,8 +174,8 @@ class LifeMesh(SimMesh):
         self._shape = uniform_shape(self._model.layout, NUM_BLOCKS)
         self._checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
 
-    def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
-        parts = super()._parts(service, role, host)
+    def _parts(self, service: Service, role: WorkerRole, host: str, credentials: HolderCredentials) -> WorkerParts:
+        parts = super()._parts(service, role, host, credentials)
         arena = memory_arena(self._shape, host)
         engine = load_engine(self._checkpoint, arena_buffer=arena.buffer, shape=self._shape)
         limits = dataclasses.replace(

@@ -22,12 +22,14 @@ from schemas.worker import (
 )
 from services.bus.base import Bus, BusError, NoRespondersError, Subscription
 from services.bus.typed import Received, TypedBus
+from services.clocks import keep_time
 from services.config import MeshConfig
 from services.errors import BrokerUnreachableError
 from services.metrics import Metrics
 from services.presence import BusConnected
 from services.runtime import now_ms
 from services.scheduler.core import SchedulerCore
+from services.scheduler.elder import ElderClock
 from services.scheduler.events import (
     Action,
     BusProved,
@@ -91,9 +93,11 @@ class Scheduler:
         self._bus = bus
         self._tasks = tasks
         self._measured = measured
+        self._times = config.times
         self._ping_timeout_s = config.scheduler.suspect_after_ms / 1000
         self._proof_timeout_s = config.times.scheduler.proof_timeout_s
         self._hints = Hints(bus, config.times.scheduler.locate_timeout_s)
+        self._elder = ElderClock()
         self._running: dict[asyncio.Task[None], None] = {}
         self._sleeps_until_ms = 0
         self._wake = asyncio.Event()
@@ -107,9 +111,13 @@ class Scheduler:
             await self._bus.listen(self._tasks, subject, ("*",), self._hear)
         await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
         await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
+        await self._bus.serve(self._tasks, subjects.TIME, (), self._elder.tell)
         await self._bus.serve(self._tasks, subjects.LEAVE, ("*",), self._leave)
         ends = await self._bus.connection.subscribe(DISCONNECTED)
         self._start(self._hear_ends(ends), "hear whose connection ends")
+        elder, times = self._elder, self._times.telemetry
+        keeps_time = keep_time(self._bus.connection, elder.clock, self._bus.metrics, times, elder.follows)
+        self._start(keeps_time, "keep the time")
         await self._bus.connection.flush()
 
     async def watch(self) -> None:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from services.sim.client import Exchange
-from services.sim.limits import SLOW_READ_S
+from services.sim.limits import MAX_DRIFT, MAX_STEP_S, SLOW_READ_S
 from services.sim.mesh import Service, SimMesh
 from services.sim.scenario import Fault, Scenario
 
@@ -96,7 +96,7 @@ class FaultActor:
             self._counts[fault.do] += 1
         self._log.append(f"{asyncio.get_running_loop().time():.4f} {fault}")
         match fault.do:
-            case "kill" | "pause" | "drain" | "partition" | "plane_cut":
+            case "kill" | "pause" | "drain" | "partition" | "plane_cut" | "clock_step" | "clock_drift":
                 if living := self._mesh.living(fault.target):
                     await self._strike_service(fault, self._rng.choice(living))
             case "broker":
@@ -129,6 +129,10 @@ class FaultActor:
                 mesh.kill(service)
             case "pause":
                 mesh.loop.pause(service.process)
+            case "clock_step":
+                self._step(service, fault.share)
+            case "clock_drift":
+                mesh.drift(service, 1.0 + self._sign() * MAX_DRIFT * fault.share)
             case "partition" | "plane_cut":
                 until_s = asyncio.get_running_loop().time() + fault.for_s
                 if fault.do == "partition":
@@ -139,11 +143,20 @@ class FaultActor:
         await asyncio.sleep(fault.for_s)
         if fault.do == "pause":
             mesh.resume(service)
+        elif fault.do == "clock_drift":
+            mesh.drift(service, 1.0)
         elif fault.do == "drain" and service.task is not None and service.is_running:
             await asyncio.wait([service.task])
         is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:
             mesh.start(service.role, service.name)
+
+    def _step(self, service: Service, share: float) -> None:
+        """Set the clock of a service's machine, and leave it so: whoever sets it again only steps once more."""
+        service.process.clock.ahead_ns += round(self._sign() * MAX_STEP_S * share * 1e9)
+
+    def _sign(self) -> int:
+        return self._rng.choice((-1, 1))
 
     async def _degrade_bus(self, fault: Fault) -> None:
         conditions = self._mesh.broker.conditions

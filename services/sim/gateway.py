@@ -1,6 +1,7 @@
 """A simulated gateway: the real one without its socket."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from schemas.ids import GatewayId
@@ -12,7 +13,6 @@ from services.gateway.api.routes import Gateway, GatewayApp
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.requests import Requests
 from services.metrics import Metrics
-from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.trust.credentials import signer_of
 
@@ -38,7 +38,7 @@ async def run_sim_gateway(
             telemetry=telemetry,
             metrics=GatewayMetrics(metrics, model.name, requests),
             bus=bus,
-            started_s=now_ms() // 1000,
+            started_s=int(time.time()),
         )
         await requests.listen()
         await connection.flush()

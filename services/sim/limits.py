@@ -23,6 +23,10 @@ LONG_S = 40.0
 """Some faults last so long that those who wait give up: such ends must be right too."""
 CHARGED_AT_LEAST_S = 20e-6
 """Real CPU time that passes in virtual time too does so in pieces that are not shorter."""
+MAX_STEP_S = 4_000.0
+"""A clock is set by so much at most, either way; its share says by how much."""
+MAX_DRIFT = 0.01
+"""A clock goes so much too quickly or too slowly at most."""
 MAX_CALLBACKS_AT_ONCE = 2_000_000
 """More callbacks without a tick of the clock are a loop that never ends."""
 

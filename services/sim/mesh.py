@@ -17,6 +17,7 @@ from schemas.ids import GatewayId, WorkerId
 from schemas.permissions import permissions_of, role_of
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
+from services.clocks import keep_time
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.batch import Batch
@@ -26,18 +27,20 @@ from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import GatewayApp
 from services.gateway.api.text import TextCodec
 from services.launch.worker_roles import run_worker
+from services.metrics import Metrics
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
 from services.sim.gateway import run_sim_gateway
 from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
+from services.sim.platform.clock import LocalClock
 from services.sim.platform.engine import Pace, SimSteps
 from services.sim.platform.loop import Process, SimLoop
 from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
-from services.trust.credentials import holder_credentials
+from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
 from services.worker.platform import Platform
@@ -71,6 +74,8 @@ class MeshShape:
     step_s: float = 0.002
     """The fixed part of an engine step's time; its tokens add to it."""
     drain_s: float = 5.0
+    skew_s: float = 0.0
+    """The machines' clocks differ from the true time by so much at most."""
     windows: tuple[int, ...] = ()
     """For each layer, as `KVLayout.windows`."""
     whole_blocks: bool = False
@@ -129,8 +134,7 @@ class SimMesh:
         self.network = network
         self.services: dict[str, Service] = {}
         self.config = self._make_config(shape)
-        self._credentials = holder_credentials(self.config)
-        self._rng = rng
+        self._clocks = random.Random(rng.getrandbits(64))
         self._model = _served_model(shape)
         self._starts = itertools.count(1)
         self._woken_s = -1.0
@@ -164,7 +168,7 @@ class SimMesh:
     def start(self, role: str, name: str) -> Service:
         """Start a process for this service. It shares no state with its predecessor."""
         number = next(self._starts)
-        process = Process(name)
+        process = Process(name, self._make_clock())
         member = f"{name}-{number}" if role == "gateway" else name
         bus = self.broker.connect(name, permissions_of(role_of(role), member))
         service = Service(role, name, member, process, bus, asyncio.Event())
@@ -173,6 +177,20 @@ class SimMesh:
         self.services[name] = service
         service.task = self.loop.start(process, self._supervised(service, f"{name}.{number}"), name)
         return service
+
+    def _make_clock(self) -> LocalClock:
+        """Return the clocks of a machine that has run for some time, set as well as it is."""
+        ahead_s = self._clocks.uniform(-self.shape.skew_s, self.shape.skew_s)
+        return LocalClock(round(self._clocks.uniform(1e3, 1e6) * 1e9), round(ahead_s * 1e9))
+
+    def drift(self, service: Service, rate: float) -> None:
+        """Let a machine's clocks go at `rate` seconds a second."""
+        service.process.clock.drift(rate, self.now_ns)
+
+    @property
+    def now_ns(self) -> int:
+        """The simulation's own time."""
+        return round(self.loop.time() * 1e9)
 
     def kill(self, service: Service) -> None:
         self.loop.kill(service.process)
@@ -193,20 +211,28 @@ class SimMesh:
 
     async def _supervised(self, service: Service, host: str) -> None:
         """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""
+        exporter = ListExporter(self.spans) if self.spans is not None else None
+        telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
+        clock: asyncio.Task[None] | None = None
+        if service.role != "scheduler":  # as `serve` does
+            keeps_time = keep_time(service.bus, telemetry.clock, Metrics(), self.config.times.telemetry)
+            clock = asyncio.create_task(keeps_time, name="keep the time")
         try:
-            await self._run(service, host)
+            await self._run(service, host, telemetry)
         except* BusError:
             service.bus.broker.drop(service.bus)
             self.network.kill(host)
             asyncio.get_running_loop().call_later(RESTART_S, self._start_again, service, context=self._context)
+        finally:
+            if clock is not None:
+                clock.cancel()
 
     def _start_again(self, service: Service) -> None:
         if self.services[service.name] is service and not service.process.is_dead:
             self.start(service.role, service.name)
 
-    async def _run(self, service: Service, host: str) -> None:
-        exporter = ListExporter(self.spans) if self.spans is not None else None
-        telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
+    async def _run(self, service: Service, host: str, telemetry: Telemetry) -> None:
+        credentials = holder_credentials(self.config)
         match service.role:
             case "scheduler":
                 await run_scheduler(self.config, service.bus, service.stop)
@@ -219,15 +245,15 @@ class SimMesh:
                 )
             case "store":
                 store = make_store_parts(
-                    self.config, service.name, self.shape.layout, self._credentials, model="fake",
+                    self.config, service.name, self.shape.layout, credentials, model="fake",
                     context_length=CONTEXT_LENGTH, platform=sim_platform(self.network, host, service.gates.append),
                 )  # fmt: skip
                 await run_store(self.config, store, service.bus, telemetry, service.stop)
             case role:
-                parts = self._parts(service, role, host)  # type: ignore[arg-type]
+                parts = self._parts(service, role, host, credentials)  # type: ignore[arg-type]
                 await run_worker(parts, self.config, service.bus, telemetry, service.stop)
 
-    def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
+    def _parts(self, service: Service, role: WorkerRole, host: str, credentials: HolderCredentials) -> WorkerParts:
         shape = uniform_shape(self.shape.layout, self.shape.num_blocks)
         arena, steps = self._make_engine(shape, host)
         limits = WorkerLimits(
@@ -251,7 +277,7 @@ class SimMesh:
             shape=shape,
             steps=steps,
             limits=limits,
-            credentials=self._credentials,
+            credentials=credentials,
             start_grammar=GRAMMARS.start,
             platform=self._make_platform(host, service),
         )

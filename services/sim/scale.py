@@ -35,7 +35,7 @@ from services.sim.limits import END_GRACE_S, READY_WITHIN_S, REQUEST_TIMEOUT_S
 from services.sim.mesh import MeshShape, Service, SimMesh
 from services.sim.offered import VOCAB, OfferedRequest, offer
 from services.sim.platform.bus import SimBroker
-from services.sim.platform.clock import EPOCH_NS
+from services.sim.platform.clock import EPOCH_NS, LocalClock
 from services.sim.platform.coarse import CoarseReader, ModelPace, PacedEngine, no_memory
 from services.sim.platform.engine import SimSteps
 from services.sim.platform.loop import SimLoop, lag_s
@@ -146,6 +146,9 @@ class ScaleMesh(SimMesh):
             worker=WorkerConfig(),
             telemetry=TelemetryConfig(sample_ratio=0.0),
         )
+
+    def _make_clock(self) -> LocalClock:
+        return LocalClock()  # a ticket is checked on its reader's side here
 
     def _make_engine(self, shape: ArenaShape, host: str) -> tuple[KVArena, Steps]:
         engine = PacedEngine(shape.layout, self.shape.vocab_size)

@@ -24,10 +24,13 @@ from services.sim.limits import LONG_S
 FaultKind = Literal[
     "kill", "pause", "drain", "broker", "broker_pause", "partition", "plane_cut", "loss", "duplication",
     "reordering", "delay", "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
+    "clock_step", "clock_drift",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
-PROCESS_FAULTS: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "plane_cut"})
+PROCESS_FAULTS: frozenset[FaultKind] = frozenset(
+    {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift"}
+)
 """Faults of one process."""
 PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
 """Last tokens of the subjects at which a fault may happen."""

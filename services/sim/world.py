@@ -41,11 +41,14 @@ from services.sim.verdict.leaving import LeaveTap
 from services.sim.verdict.moves import MoveTap
 from services.sim.verdict.request_events import RequestEventTap
 from services.sim.verdict.rest import Held, held_at_rest, problems_now
-from services.sim.verdict.traces import trace_problems
+from services.sim.verdict.traces import CLOCK_NS, out_of_order, trace_problems
 
 _STILL_ANSWERS = "a gateway still answers a client that has gone"
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
-LOSSLESS_FAULTS = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
+CLOCK_FAULTS: frozenset[FaultKind] = frozenset({"clock_step", "clock_drift"})
+LOSSLESS_FAULTS = frozenset(
+    {"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal", *CLOCK_FAULTS}
+)
 """Faults that lose no message: every lease is then ended by a message and none by its time."""
 GATEWAY_FAULTS = frozenset({"kill", "drain"})
 """Faults that may end a gateway, and with it the events of its requests."""
@@ -210,9 +213,14 @@ class World:
         if self.mesh.spans is not None:
             with_kills = any(name in self.verdict.faults for name in ("kill", "drain"))
             with_corruption = "corruption" in self.verdict.faults
+            clock_ns = CLOCK_NS if self.mesh.shape.skew_s else 0
+            if self._kinds & CLOCK_FAULTS:
+                clock_ns = REQUEST_TIMEOUT_S * 1_000_000_000  # what a drifting clock measures is no duration
             self.verdict.problems += trace_problems(
-                self.mesh.spans, with_kills=with_kills, with_corruption=with_corruption
+                self.mesh.spans, with_kills=with_kills, with_corruption=with_corruption, clock_ns=clock_ns
             )
+            if not self.verdict.faults:
+                self.verdict.problems += out_of_order(self.mesh.spans)
         self.verdict.problems += [what for what, _ in held]
         self.verdict.problems += sorted(self.broker.denied)
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
@@ -278,7 +286,7 @@ def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
         drain_s=rng.choice((0.2, 5.0)),
         windows=rng.choice(((), (), (), (), (), (12, 0), (7, 30))),
     )
-    return replace(shape, whole_blocks=rng.random() < 0.1)
+    return replace(shape, whole_blocks=rng.random() < 0.1, skew_s=rng.choice((0.0, 5.0, 660.0)))
 
 
 def simulate(seed: int, options: SimOptions) -> SimReport:

@@ -312,6 +312,7 @@ class Store:
             num_dropped_messages=self._bus.num_dropped,
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
+            clock_ahead_ms=self._telemetry.clock.named_ms,
         )
 
     # What goes by the clock, or by itself.

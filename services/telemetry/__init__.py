@@ -5,6 +5,7 @@ span's ids are a `TraceContext`; between processes they travel as a W3C tracepar
 OpenTelemetry.
 """
 
+from services.telemetry.clock import MeshClock
 from services.telemetry.context import SpanRef, TraceContext, context_of, parse_traceparent
 from services.telemetry.export import FileExporter, ListExporter
 from services.telemetry.names import Key, SpanName
@@ -17,6 +18,7 @@ __all__ = [
     "FileExporter",
     "Key",
     "ListExporter",
+    "MeshClock",
     "OpenSpan",
     "SpanName",
     "SpanRecord",

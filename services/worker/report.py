@@ -105,6 +105,7 @@ class Reporter:
             num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms),
+            clock_ahead_ms=self.holder.telemetry.clock.named_ms,
         )
 
     def describe(self, now_ms: int) -> WorkerDescribed:

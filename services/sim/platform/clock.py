@@ -17,30 +17,57 @@ EPOCH_NS = 1_800_000_000_000_000_000
 """Unix time at which every simulation begins, in ns."""
 
 
+BOOT_NS = 1_000_000_000_000
+"""A machine's monotonic clock as the simulation begins, unless a process has one of its own."""
+
+
+class LocalClock:
+    """The clocks of one process's machine: both begin where they like and go on as quickly as `rate` says; that of the
+    date may be set. Timers go by the simulation's own time."""
+
+    def __init__(self, boot_ns: int = BOOT_NS, ahead_ns: int = 0) -> None:
+        self.ahead_ns = ahead_ns
+        """By how much its date is ahead of the true one, drift aside."""
+        self._rate = 1.0
+        self._boot_ns = boot_ns
+        self._true_ns, self._monotonic_ns = 0, boot_ns
+
+    def drift(self, rate: float, now_ns: int) -> None:
+        """Go on at `rate` seconds a second from now on."""
+        self._true_ns, self._monotonic_ns, self._rate = now_ns, self.monotonic_ns(now_ns), rate
+
+    def monotonic_ns(self, now_ns: int) -> int:
+        return self._monotonic_ns + round((now_ns - self._true_ns) * self._rate)
+
+    def unix_ns(self, now_ns: int) -> int:
+        return EPOCH_NS + self.ahead_ns + self.monotonic_ns(now_ns) - self._boot_ns
+
+
 class VirtualTime:
-    """Seconds since the simulation began. Only the loop advances it."""
+    """Seconds since the simulation began. Only the loop advances it. What product code reads are the clocks of the
+    process that runs (`local`)."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._now_ns = 0
-        self._unix_ns = EPOCH_NS
+        self.now_ns = 0
+        machine = LocalClock()
+        self.local: Callable[[], LocalClock] = lambda: machine
 
     def move_to(self, now_s: float) -> None:
         self.now_s = now_s
-        self._now_ns = round(now_s * 1e9)
-        self._unix_ns = EPOCH_NS + self._now_ns
+        self.now_ns = round(now_s * 1e9)
 
     def time_ns(self) -> int:
-        return self._unix_ns
+        return self.local().unix_ns(self.now_ns)
 
     def monotonic_ns(self) -> int:
-        return self._now_ns
+        return self.local().monotonic_ns(self.now_ns)
 
     def time(self) -> float:
-        return self._unix_ns / 1e9
+        return self.time_ns() / 1e9
 
     def monotonic(self) -> float:
-        return self.now_s
+        return self.monotonic_ns() / 1e9
 
 
 @contextlib.contextmanager

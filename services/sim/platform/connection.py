@@ -11,7 +11,7 @@ from dataplane.memory.frames import Rows
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
 from dataplane.protocol.wire import Waker, WireClosedError, WireTimeoutError
 from services.sim.limits import CONNECTION_LINGER_S
-from services.sim.platform.threads import CoThread, current, pause
+from services.sim.platform.threads import CoThread, current, now_s, pause
 
 BUFFER_BYTES = 64 << 10
 """Bytes in flight, at most. A sender waits until the receiver has taken some."""
@@ -64,7 +64,7 @@ class Pipe:
         self._connection.delay_s = 0.0
 
     def ready_at(self) -> float:
-        """Return when something can be taken, the end of the stream included: monotonic seconds, infinity for never."""
+        """Return when something can be taken, the end of the stream included; infinity: never."""
         if self._chunks:
             return max(self._chunks[0][0], self._connection.held_until())
         return max(self._end_at, self._connection.held_until()) if self.is_ended else _NEVER
@@ -77,7 +77,7 @@ class Pipe:
             data = self._apply(self._fault, data)
         self._num_crossed += len(data)
         if data:
-            at = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at, self._stalled_until)
+            at = self._last_at = max(now_s() + self._connection.latency_s, self._last_at, self._stalled_until)
             self._chunks.append((at, memoryview(data)))
             self.num_bytes += len(data)
             self.notify_reader()
@@ -118,7 +118,7 @@ class Pipe:
         """The sender has closed: nothing more comes."""
         if not self.is_ended:
             self.is_ended = True
-            self._end_at = max(time.monotonic() + self._connection.latency_s, self._last_at)
+            self._end_at = max(now_s() + self._connection.latency_s, self._last_at)
             self.notify_reader()
 
     def reset(self) -> None:
@@ -139,7 +139,7 @@ class Pipe:
         if fault.kind == "corruption":
             return b"%b%c%b" % (data[:at], data[at] ^ 1 << fault.at_byte % 8, data[at + 1 :])
         if fault.kind == "stall":
-            self._stalled_until = time.monotonic() + fault.for_s
+            self._stalled_until = now_s() + fault.for_s
             return data
         if fault.kind == "slowness":
             self._connection.delay_s = fault.for_s / 1024
@@ -147,7 +147,7 @@ class Pipe:
         self._num_crossed = fault.at_byte
         before = data[:at]
         if before:
-            at_s = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at)
+            at_s = self._last_at = max(now_s() + self._connection.latency_s, self._last_at)
             self._chunks.append((at_s, memoryview(before)))
             self.num_bytes += len(before)
         self._connection.reset()
@@ -216,7 +216,7 @@ class SimWire:
         return len(data)
 
     def has_unread(self) -> bool:
-        return self._cut or self._incoming.ready_at() <= time.monotonic()
+        return self._cut or self._incoming.ready_at() <= now_s()
 
     @property
     def is_silent(self) -> bool:
@@ -269,10 +269,12 @@ class SimWire:
             self.connection.on_closed()
 
     def _await_something(self, deadline: float) -> None:
-        """Return once `take` can be called without waiting. Raises WireClosedError, WireTimeoutError."""
+        """Return once `take` can be called without waiting; `deadline` is by the clock of this end's machine. Raises
+        WireClosedError, WireTimeoutError."""
         incoming = self._incoming
+        deadline += now_s() - time.monotonic()
         while True:
-            now = time.monotonic()
+            now = now_s()
             if self._cut:
                 raise WireClosedError("cut")
             if now >= deadline:
@@ -287,7 +289,7 @@ class SimWire:
 
     def _put(self, data: bytes, timeout_s: float) -> None:
         outgoing = self._outgoing
-        deadline = time.monotonic() + timeout_s
+        deadline = now_s() + timeout_s
         while True:
             if self._cut or outgoing.is_ended:
                 raise WireClosedError("cut")
@@ -296,7 +298,7 @@ class SimWire:
             if outgoing.num_bytes < BUFFER_BYTES:
                 outgoing.put(data)
                 return
-            if (now := time.monotonic()) >= deadline:
+            if (now := now_s()) >= deadline:
                 raise WireTimeoutError(f"the peer took nothing for {timeout_s:.1f} s")
             before = outgoing.num_bytes
             outgoing.writer = current()
@@ -305,7 +307,7 @@ class SimWire:
             finally:
                 outgoing.writer = None
             if outgoing.num_bytes < before:
-                deadline = time.monotonic() + timeout_s
+                deadline = now_s() + timeout_s
 
 
 class _SimWaker:
@@ -330,9 +332,9 @@ class _SimWaker:
         self._set = False
 
     def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
+        deadline = now_s() + timeout_s
         while not (self._set or self._wire.has_unread()):
-            remaining = min(deadline, self._incoming.ready_at()) - time.monotonic()
+            remaining = min(deadline, self._incoming.ready_at()) - now_s()
             if remaining <= 0:
                 return self._wire.has_unread()
             self._thread = self._incoming.reader = current()

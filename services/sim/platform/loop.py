@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from services.sim.limits import CHARGED_AT_LEAST_S, EXECUTOR_S, MAX_CALLBACKS_AT_ONCE
-from services.sim.platform.clock import VirtualTime
+from services.sim.platform.clock import LocalClock, VirtualTime
 from services.sim.platform.meter import CpuAccount, CpuMeter
 from services.sim.platform.threads import CoThread, abandon_all
 
@@ -30,10 +30,11 @@ class SimulationStuckError(Exception):
 
 
 class Process:
-    """One simulated operating-system process: a name, its queue of callbacks, whether it runs."""
+    """One simulated operating-system process: a name, its machine's clocks, its queue of callbacks, whether it runs."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: LocalClock | None = None) -> None:
         self.name = name
+        self.clock = clock or LocalClock()
         self.queue: deque[events.Handle] = deque()
         self.is_paused = False
         self.is_dead = False
@@ -84,6 +85,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._clock = clock
         self._rng = rng
         self._world = Process("world")
+        clock.local = lambda: (PROCESS.get() or self._world).clock
         self._runnable: list[Process] = []
         self._timers: list[tuple[float, int, events.TimerHandle]] = []
         self._num_timers = 0

@@ -8,7 +8,6 @@ import contextvars
 import functools
 import mmap
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -36,7 +35,7 @@ from schemas.handoff import Endpoint
 from schemas.kv import ReadEnd
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
 from services.sim.platform.engine import SimEngineThread
-from services.sim.platform.threads import CoThread, current, pause, spawn
+from services.sim.platform.threads import CoThread, current, now_s, pause, spawn
 from services.worker.platform import Platform
 
 _STREAM_FAULTS: tuple[StreamFaultKind, ...] = ("truncation", "corruption", "stall", "slowness")
@@ -186,12 +185,12 @@ class SimNetwork:
 
     def _pass(self, source: str, target: str, takes_s: float, timeout_s: float, cancellation: Cancellation) -> None:
         """Wait as long as the handshake takes. Raises TransferFailedError."""
-        deadline, done_at = time.monotonic() + timeout_s, time.monotonic() + takes_s
+        deadline, done_at = now_s() + timeout_s, now_s() + takes_s
         dialling = _SimDialling(current())
         cancellation.watch(dialling)
         self._dialling[dialling.thread] = None
         try:
-            while (now := time.monotonic()) < (ready_at := max(done_at, self._held(source, target))):
+            while (now := now_s()) < (ready_at := max(done_at, self._held(source, target))):
                 if now >= deadline:
                     raise TransferFailedError(ReadEnd.CONNECT, f"{target}: timed out")
                 pause(min(deadline, ready_at) - now)
@@ -201,7 +200,7 @@ class SimNetwork:
             cancellation.unwatch(dialling)
 
     def _held(self, a: str, b: str) -> float:
-        """Return until when nothing passes between these two, in monotonic seconds; 0 where nothing is held back."""
+        """Return until when nothing passes between these two, 0 where nothing is held back."""
         if not self._held_until:
             return 0.0
         names = (_name_of(a), _name_of(b))

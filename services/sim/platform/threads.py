@@ -189,6 +189,11 @@ def pause(timeout_s: float | None) -> bool:
     return current().pause(timeout_s)
 
 
+def now_s() -> float:
+    """Return the simulation's own time, by which what happens between processes goes: each has clocks of its own."""
+    return asyncio.get_running_loop().time()
+
+
 def living(loop: asyncio.AbstractEventLoop) -> list[CoThread]:
     """Return the threads of a loop that have not ended."""
     return list(_living.get(loop, {}))

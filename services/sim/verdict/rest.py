@@ -3,7 +3,6 @@ expected, every block free or cached."""
 
 from typing import NamedTuple
 
-from services.runtime import now_ms
 from services.sim.limits import OVERDUE_MS
 from services.sim.mesh import SimMesh
 from services.worker.kv.contents import WorkerHolder
@@ -24,12 +23,13 @@ def problems_now(mesh: SimMesh) -> list[str]:
     for service in mesh.services.values():
         if not service.is_running or service.process.is_paused:
             continue
+        now_ms = service.process.clock.monotonic_ns(mesh.now_ns) // 1_000_000
         tables = [gate.leases for gate in service.gates if isinstance(gate, KVHolder)]
         for gate in service.gates:
             if isinstance(gate, WorkerHolder):
                 gate.cache.check_integrity()
         for leases in tables:
-            late = [lease.lease_id for lease in leases if lease.expires_at_ms + OVERDUE_MS < now_ms()]
+            late = [lease.lease_id for lease in leases if lease.expires_at_ms + OVERDUE_MS < now_ms]
             problems += [f"{service.name}: {lease_id} has expired and is still open" for lease_id in late]
         problems += [
             f"{service.name}: {gate.num_orphaned} blocks are in use and belong to no request"

@@ -11,12 +11,15 @@ TTFT_PARTS = (
 )  # fmt: skip
 
 
-def trace_problems(records: list[SpanRecord], *, with_kills: bool, with_corruption: bool = False) -> list[str]:
+def trace_problems(
+    records: list[SpanRecord], *, with_kills: bool, with_corruption: bool = False, clock_ns: float = 0
+) -> list[str]:
     """Return what is wrong: a span whose parent was not recorded, a link to no recorded span, a lease granted and never
     released, a span that ends before it begins, a TTFT that its parts do not add up to.
 
     `with_kills`: killed processes lose their last spans, so trees need not be whole. `with_corruption`: the span ids
-    that the two ends of a stream exchange have no digest, so links between them are not checked.
+    that the two ends of a stream exchange have no digest, so links between them are not checked. `clock_ns`: by so
+    much dates of two services may differ.
     """
     by_trace: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     problems: list[str] = []
@@ -58,17 +61,30 @@ def trace_problems(records: list[SpanRecord], *, with_kills: bool, with_corrupti
                 and span.attributes.get(Key.END) == "target"
                 and not (span.error or span.links)
             ]
-        if roots and (residual := ttft_residual(spans)) is not None and abs(residual) > MAX_RESIDUAL:
+        if roots and (residual := ttft_residual(spans, clock_ns)) is not None and abs(residual) > MAX_RESIDUAL:
             problems.append(f"trace {trace_id}: the parts of the TTFT lack {residual:.1%} of it")
     return problems
 
 
 MAX_RESIDUAL = 0.02
+CLOCK_NS = 1_000_000
+"""What two services' dates may differ by: each knows the mesh's clock to half of what a message takes at most."""
 
 
-def ttft_residual(spans: list[SpanRecord]) -> float | None:
-    """Return which share of the root's TTFT its parts lack. None where there is no TTFT, or more than one attempt or
-    choice."""
+def out_of_order(records: list[SpanRecord]) -> list[str]:
+    """Return the spans that seem to begin before what they belong to has."""
+    known = {(span.trace_id, span.span_id): span for span in records}
+    return [
+        f"trace {span.trace_id}: {span.name} of {span.service} begins {early_ns / 1e6:.1f} ms before {parent.name} does"
+        for span in records
+        if (parent := known.get((span.trace_id, span.parent_id))) is not None
+        and (early_ns := parent.start_ns - span.start_ns) > CLOCK_NS
+    ]
+
+
+def ttft_residual(spans: list[SpanRecord], clock_ns: float = 0) -> float | None:
+    """Return which share of the root's TTFT its parts lack, beyond what clocks explain. None where there is no TTFT, or
+    more than one attempt or choice."""
     root = next((span for span in spans if span.name.startswith(HTTP_ROOT)), None)
     ttft_ms = root.attributes.get(Key.TTFT_MS) if root else None
     if not isinstance(ttft_ms, float) or not ttft_ms:
@@ -77,7 +93,8 @@ def ttft_residual(spans: list[SpanRecord]) -> float | None:
     names = [span.name for span in parts if not span.error]
     if sorted(names) != sorted(TTFT_PARTS) or len(parts) > len(names):
         return None
-    return 1.0 - sum(span.end_ns - span.start_ns for span in parts) / 1e6 / ttft_ms
+    lacking_ms = ttft_ms - sum(span.end_ns - span.start_ns for span in parts) / 1e6
+    return 0.0 if abs(lacking_ms) <= clock_ns / 1e6 else lacking_ms / ttft_ms
 
 
 def _unreleased(trace_id: str, spans: list[SpanRecord]) -> list[str]:

@@ -1,0 +1,42 @@
+"""The time that a scheduler tells: its machine's, or, beside a scheduler that has lived longer, that one's."""
+
+import secrets
+import time
+
+from schemas.worker import AskTime, TimeTold
+from services.bus.typed import Received
+from services.telemetry import MeshClock
+
+TOGETHER_MS = 1_000
+"""Of two schedulers whose ages differ by less the tokens decide: ages are told with the delay of a message."""
+FORGOTTEN_NS = 60_000_000_000
+"""An elder that was not heard for so long lives no more."""
+
+
+class ElderClock:
+    """What schedulers agree on, so that all of the mesh has one clock whoever of them it asks."""
+
+    def __init__(self) -> None:
+        self.clock = MeshClock()
+        self._token = secrets.token_hex(8)
+        self._began_ns = time.monotonic_ns()
+        self._elder_ns: int | None = None
+        """When an elder was last heard."""
+
+    async def tell(self, _: Received[AskTime]) -> TimeTold:
+        """Answer a service, or another scheduler."""
+        now_ns = time.monotonic_ns()
+        if self._elder_ns is None or now_ns - self._elder_ns > FORGOTTEN_NS:
+            self.clock.follow_machine()
+        return TimeTold(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self._token)
+
+    def follows(self, told: TimeTold) -> bool:
+        """Say whether this scheduler goes by the one that has told the time; both decide alike."""
+        ahead_ms = told.age_ms - self._age_ms()
+        is_elder = told.token < self._token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
+        if is_elder:
+            self._elder_ns = time.monotonic_ns()
+        return is_elder
+
+    def _age_ms(self) -> int:
+        return (time.monotonic_ns() - self._began_ns) // 1_000_000
