@@ -208,7 +208,7 @@ class AskTime(Message, frozen=True, kw_only=True):
 
 
 class TimeTold(Message, frozen=True, kw_only=True):
-    """The Unix time that the mesh goes by. `age_ms` and `token` are of the scheduler that says so: of several the eldest
+    """The Unix time that the mesh goes by. `age_ms`, `token`: of the scheduler that says so. Of several the eldest
     counts."""
 
     unix_ns: Ns

@@ -35,7 +35,7 @@ from services.sim.limits import END_GRACE_S, READY_WITHIN_S, REQUEST_TIMEOUT_S
 from services.sim.mesh import MeshShape, Service, SimMesh
 from services.sim.offered import VOCAB, OfferedRequest, offer
 from services.sim.platform.bus import SimBroker
-from services.sim.platform.clock import EPOCH_NS, LocalClock
+from services.sim.platform.clock import BOOT_NS, LocalClock
 from services.sim.platform.coarse import CoarseReader, ModelPace, PacedEngine, no_memory
 from services.sim.platform.engine import SimSteps
 from services.sim.platform.loop import SimLoop, lag_s
@@ -260,7 +260,7 @@ class ScaleWorld(World):
                 if isinstance(output, Deliver):
                     if seen.first_s is None:
                         seen.first_s = self.clock.now_s + lag_s()
-                        seen.place_s = (live.observer.placed_ns - EPOCH_NS) / 1e9 - seen.asked_s
+                        seen.place_s = (live.observer.placed_ns - BOOT_NS) / 1e9 - seen.asked_s
                     seen.num_tokens += len(output.tokens)
                 else:
                     seen.ended_s = self.clock.now_s

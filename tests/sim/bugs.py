@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,10 +32,15 @@ from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
 from schemas.ids import LeaseId
+from schemas.message import RequestMessage
+from services import runtime
+from services.bus import typed
 from services.decode.core import DecodeCore
+from services.scheduler.elder import ElderClock
 from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
+from services.telemetry import MeshClock
 from services.times import DecodeTimes, PrefillTimes, Times
 from services.worker.core import role
 from services.worker.core.attempts import Twin
@@ -116,6 +122,9 @@ CUT_COPIES = SimOptions(
     ),
 )
 """What workers leave behind arrives in part, and is asked for later."""
+SKEWED = SimOptions(shape=MeshShape(skew_s=660.0))
+"""Clocks differ by minutes."""
+TWO_CLOCKS = SimOptions(shape=MeshShape(skew_s=660.0, num_schedulers=2))
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -166,6 +175,46 @@ def bug(text: str, *kinds: FaultKind, within: int = 20, options: SimOptions | No
         return patch
 
     return register
+
+
+# Clocks.
+
+
+@bug("a message carries the date of its deadline, by its sender's clock", options=SKEWED)
+def a_deadline_is_a_date(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(typed, "departing", lambda message, now_ms: dated(message, time.time_ns() // 1_000_000 - now_ms))
+    patch.setattr(typed, "arriving", lambda message, now_ms: dated(message, now_ms - time.time_ns() // 1_000_000))
+
+
+def dated(message: Any, ahead_ms: int) -> Any:
+    if not isinstance(message, RequestMessage):
+        return message
+    return msgspec.structs.replace(message, deadline_ms=max(0, message.deadline_ms + ahead_ms))
+
+
+@bug("deadlines go by the clock that is set", "clock_step", options=SKEWED)
+def a_deadline_goes_by_the_date(patch: pytest.MonkeyPatch) -> None:
+    right = runtime.now_ms
+    for name, module in list(sys.modules.items()):
+        if name.startswith("services.") and getattr(module, "now_ms", None) is right:
+            patch.setattr(module, "now_ms", lambda: time.time_ns() // 1_000_000)
+
+
+@bug("how long a gateway's word is good is compared with the holder's own clock", options=SKEWED)
+def a_word_ends_by_another_s_clock(patch: pytest.MonkeyPatch) -> None:
+    from services.trust.credentials import SignerClocks
+
+    patch.setattr(SignerClocks, "is_over", lambda self, proof, now_ms: proof.until_ms < now_ms)
+
+
+@bug("spans have the dates of their own machines", options=SKEWED)
+def spans_go_by_their_machines(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MeshClock, "hear", lambda self, unix_ns, asked_ns: None)
+
+
+@bug("of two schedulers each tells the time of its own machine", options=TWO_CLOCKS)
+def schedulers_tell_two_times(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ElderClock, "follows", lambda self, told: False)
 
 
 # Leases and what guards the holder's memory.

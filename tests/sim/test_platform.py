@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 
 import pytest
 
@@ -25,7 +24,7 @@ def test_threads_take_turns_in_virtual_time() -> None:
 
         def run(name: str, wait_s: float) -> None:
             for _ in range(2):
-                told.append((name, round(time.monotonic(), 3), threads.pause(wait_s)))
+                told.append((name, round(threads.now_s(), 3), threads.pause(wait_s)))
 
         one, two = threads.spawn(lambda: run("one", 10.0), "one"), threads.spawn(lambda: run("two", 4.0), "two")
         await asyncio.sleep(1.0)
@@ -108,7 +107,7 @@ def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResul
 
     class Listener:
         def advance(self, layer: int, num_tokens: int) -> None:
-            heard.append((layer, num_tokens, round(time.monotonic(), 4)))
+            heard.append((layer, num_tokens, round(threads.now_s(), 4)))
 
     async def live() -> None:
         engine = FakeEngine(shape, memoryview(bytearray(shape.num_bytes)))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,9 @@ def spans_of(case: Case) -> list[SpanRecord]:
     spans: list[SpanRecord] = []
     check = world.trace_problems
 
-    def keep(records: list[SpanRecord], *, with_kills: bool, with_corruption: bool = False) -> list[str]:
+    def keep(records: list[SpanRecord], **terms: Any) -> list[str]:
         spans.extend(records)
-        return check(records, with_kills=with_kills, with_corruption=with_corruption)
+        return check(records, **terms)
 
     ask = ClientRequest(
         at_s=0.1, prompt=tuple(range(1, 41)), max_tokens=case.max_tokens, temperature=1.0, seed=7, num_choices=1,

@@ -1,0 +1,125 @@
+"""The mesh's clock: what services learn of it from schedulers whose machines' clocks differ."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from schemas import subjects
+from schemas.worker import AskTime, TimeTold
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.typed import Received, TypedBus
+from services.clocks import keep_time
+from services.config import MeshConfig
+from services.metrics import Metrics
+from services.scheduler.elder import FORGOTTEN_NS, ElderClock
+from services.scheduler.service import run_scheduler
+from services.telemetry import MeshClock
+from services.times import TelemetryTimes
+
+pytestmark = pytest.mark.virtual_time
+
+SECOND_NS = 1_000_000_000
+TIMES = TelemetryTimes()
+ASK = Received(AskTime(), "", subjects.TIME.of())
+
+
+class Teller:
+    """A scheduler on a machine whose clock is ahead of this one's."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self.ahead_s = ahead_s
+
+    async def tell(self, _: Received[AskTime]) -> TimeTold:
+        return TimeTold(unix_ns=time.time_ns() + round(self.ahead_s * SECOND_NS), age_ms=5, token="t")
+
+
+@contextlib.asynccontextmanager
+async def served(broker: MemoryBroker, teller: Teller) -> AsyncIterator[None]:
+    bus = TypedBus(MemoryBus(broker), "scheduler")
+    async with asyncio.TaskGroup() as tasks:
+        await bus.serve(tasks, subjects.TIME, (), teller.tell)
+        yield
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def keeping(broker: MemoryBroker, clock: MeshClock) -> AsyncIterator[None]:
+    task = asyncio.create_task(keep_time(MemoryBus(broker), clock, Metrics(), TIMES))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+@pytest.mark.parametrize("ahead_s", [-660.0, 5.0])
+async def test_dates_are_the_scheduler_s(ahead_s: float) -> None:
+    broker, clock = MemoryBroker(), MeshClock()
+    async with keeping(broker, clock):
+        await asyncio.sleep(100)
+        assert clock.machine_ahead_ns == 0, "nobody has told it anything yet"
+        async with served(broker, Teller(ahead_s)):
+            await asyncio.sleep(2 * TIMES.clock_interval_s)
+    assert clock.machine_ahead_ns == pytest.approx(-ahead_s * SECOND_NS, abs=1_000)
+    assert clock.at_ns(clock.date_ns(7)) == 7
+
+
+async def test_a_wrong_clock_is_named_once_and_when_it_is_right_again(caplog: pytest.LogCaptureFixture) -> None:
+    broker, clock, teller = MemoryBroker(), MeshClock(), Teller(0.9)
+    said: list[str] = []
+    async with served(broker, teller), keeping(broker, clock):
+        for teller.ahead_s in (0.9, -660.0, -660.4, 3_600.0, 0.0):
+            await asyncio.sleep(5 * TIMES.clock_interval_s)
+            said += [str(clock.named_ms), *(record.getMessage().partition(": ")[0] for record in caplog.records)]
+            caplog.clear()
+    assert said == [
+        "0",
+        "660000", "this machine's clock is 660.0 s ahead of the scheduler's",
+        "660400",
+        "-3600000", "this machine's clock is 3600.0 s behind the scheduler's",
+        "0", "this machine's clock agrees with the scheduler's again",
+    ]  # fmt: skip
+
+
+async def test_what_the_way_explains_is_no_difference() -> None:
+    clock = MeshClock()
+    before, asked_ns = clock.ahead_ns, time.monotonic_ns()
+    await asyncio.sleep(0.2)
+    clock.hear(time.time_ns() - 150_000_000, asked_ns)
+    assert clock.ahead_ns == before
+    clock.hear(time.time_ns() - 350_000_000, asked_ns)
+    assert clock.ahead_ns < before - 200_000_000, "the way does not explain this"
+
+
+async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> None:
+    elder = ElderClock()
+    await asyncio.sleep(5)
+    younger = ElderClock()
+    elder.clock.follow_machine = lambda: None  # type: ignore[method-assign]
+    elder.clock.ahead_ns += 40 * SECOND_NS
+    told = await elder.tell(ASK)
+    assert younger.follows(told) and not elder.follows(await younger.tell(ASK))
+    younger.clock.hear(told.unix_ns, time.monotonic_ns())
+    assert (await younger.tell(ASK)).unix_ns == told.unix_ns, "whoever is asked says the same"
+    await asyncio.sleep(FORGOTTEN_NS / SECOND_NS + 1)
+    assert (await younger.tell(ASK)).unix_ns == time.time_ns(), "now it is the eldest"
+
+
+async def test_of_two_that_began_together_one_follows() -> None:
+    both = [ElderClock(), ElderClock()]
+    told = [await each.tell(ASK) for each in both]
+    assert sorted((both[0].follows(told[1]), both[1].follows(told[0]))) == [False, True]
+    assert not any(each.follows(said) for each, said in zip(both, told, strict=True)), "nobody follows itself"
+
+
+async def test_a_scheduler_answers_services() -> None:
+    broker, clock, stop = MemoryBroker(), MeshClock(), asyncio.Event()
+    clock.ahead_ns += 9 * SECOND_NS
+    running = asyncio.create_task(run_scheduler(MeshConfig(), MemoryBus(broker), stop))
+    async with keeping(broker, clock):
+        await asyncio.sleep(1)
+    stop.set()
+    await running
+    assert clock.machine_ahead_ns == pytest.approx(0, abs=1_000)
