@@ -34,9 +34,8 @@ def run_status(options: BusOptions, *, as_json: bool) -> None:
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
     if mesh is not None and mesh.resting:
         console.print(f"[red]ends too often, and is tried again after pauses: {', '.join(mesh.resting)}[/red]")
-    if wrong := {load.worker.worker_id: ms for load in _sorted(fleet) if (ms := load.clock_ahead_ms)}:
-        listed = ", ".join(f"{worker_id} {ms / 1000:+.1f} s" for worker_id, ms in wrong.items())
-        console.print(f"clocks that differ from the scheduler's: {listed}")
+    for line in clock_lines(fleet):
+        console.print(line)
     if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
         listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
         console.print(f"[red]blocks that no request knows of: {listed}[/red]")
@@ -75,6 +74,14 @@ def device_lines(fleet: FleetDescribed) -> list[str]:
         if load.worker.role != "store":
             cards.setdefault(load.worker.device or CPU, []).append(load.worker.worker_id)
     return [] if set(cards) <= {CPU} else [f"on {device}: {', '.join(names)}" for device, names in cards.items()]
+
+
+def clock_lines(fleet: FleetDescribed) -> list[str]:
+    """Return a line that names the workers whose machines' clocks differ from the scheduler's; none where all agree."""
+    wrong = [
+        f"{load.worker.worker_id} {load.clock_ahead_ms / 1000:+.1f} s" for load in _sorted(fleet) if load.clock_ahead_ms
+    ]
+    return [f"clocks that differ from the scheduler's: {', '.join(wrong)}"] if wrong else []
 
 
 def _sorted(fleet: FleetDescribed) -> list[WorkerLoad]:

@@ -213,19 +213,17 @@ class SimMesh:
         """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""
         exporter = ListExporter(self.spans) if self.spans is not None else None
         telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
-        clock: asyncio.Task[None] | None = None
         if service.role != "scheduler":  # as `serve` does
             keeps_time = keep_time(service.bus, telemetry.clock, Metrics(), self.config.times.telemetry)
-            clock = asyncio.create_task(keeps_time, name="keep the time")
+            clock = self.loop.start(service.process, keeps_time, "keep the time")
+            assert service.task is not None, "it runs this"
+            service.task.add_done_callback(lambda _: clock.cancel())
         try:
             await self._run(service, host, telemetry)
         except* BusError:
             service.bus.broker.drop(service.bus)
             self.network.kill(host)
             asyncio.get_running_loop().call_later(RESTART_S, self._start_again, service, context=self._context)
-        finally:
-            if clock is not None:
-                clock.cancel()
 
     def _start_again(self, service: Service) -> None:
         if self.services[service.name] is service and not service.process.is_dead:

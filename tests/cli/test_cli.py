@@ -10,12 +10,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole
-from services.cli.status import device_lines, store_table, worker_table
+from services.cli.status import clock_lines, device_lines, store_table, worker_table
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.cli.commands import QUESTION, assert_one_line, our_processes, run, run_here
 
@@ -129,6 +130,10 @@ def test_cached_blocks_and_stores_are_shown() -> None:
         rows = [line for line in console.file.getvalue().splitlines() if re.search(r"11 +22 +23 +60", line)]
         shown.append([worker for row in rows for worker in ("decode-0", "prefill-0", "store-0") if worker in row])
     assert shown == [["decode-0", "prefill-0"], ["store-0"]]
+    assert clock_lines(fleet) == []
+    ahead = msgspec.structs.replace(load("decode"), clock_ahead_ms=660_000)
+    wrong = FleetDescribed(policy="cost", ready=True, workers=(ahead, load("prefill")))
+    assert clock_lines(wrong) == ["clocks that differ from the scheduler's: decode-0 +660.0 s"]
 
 
 def test_workers_on_cards_are_shown_and_those_of_a_mesh_without_are_not() -> None:

@@ -81,6 +81,7 @@ from schemas.request import (
 )
 from schemas.subjects import SUBJECTS
 from schemas.worker import (
+    AskTime,
     BlockCounts,
     ClaimName,
     DescribeFleet,
@@ -92,6 +93,7 @@ from schemas.worker import (
     LeftReason,
     PingWorker,
     PrefillRate,
+    TimeTold,
     TransferRate,
     WorkerAlive,
     WorkerBeat,
@@ -181,6 +183,7 @@ LOAD = WorkerLoad(
     state="draining",
     blocks=BlockCounts(total=4096, free=3900, running=90, leased=6, cached=100, orphaned=1),
     rates=RATES,
+    clock_ahead_ms=660_000,
     num_unreceived_tokens=32,
     num_running=3,
     num_queued=2,
@@ -342,6 +345,8 @@ EXAMPLES: tuple[Message, ...] = (
         **REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t", leaving=True
     ),
     PingWorker(),
+    AskTime(),
+    TimeTold(unix_ns=1_800_000_000_000_000_001, age_ms=7, token="c0ffee"),
     ClaimName(name="decode-0", token="0a1b2c3d4e5f6071", where="gpu-3, process 4711", age_ms=86_400_000),
     WorkerAlive(**HOLDER, lag_ms=12),
     AskProgress(**REQUEST, index=4),

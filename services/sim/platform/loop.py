@@ -85,7 +85,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._clock = clock
         self._rng = rng
         self._world = Process("world")
-        clock.local = lambda: (PROCESS.get() or self._world).clock
+        local = self._world.clock
+        clock.local = lambda: process.clock if (process := PROCESS.get()) is not None else local
         self._runnable: list[Process] = []
         self._timers: list[tuple[float, int, events.TimerHandle]] = []
         self._num_timers = 0
