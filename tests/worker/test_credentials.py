@@ -25,6 +25,8 @@ from services.trust.keys import MeshKeys, with_key
 from tests.credentials import CREDENTIALS, SECRET, SEED, SIGNER, proved
 from tests.worker import worker_cases as case
 
+pytestmark = pytest.mark.virtual_time
+
 ME = WorkerId("p-0")
 LEASE = RequestLease(
     request_id=RequestId("r1"), attempt=1, deadline_ms=9_000, reader=WorkerId("d-0"), fingerprint="f", first_block=0,
@@ -52,7 +54,6 @@ def test_a_request_is_taken_with_its_gateways_signature_only(
     assert reason(msgspec.structs.replace(signed, attempt=2)) is None, "the next attempt is the same request"
 
 
-@pytest.mark.virtual_time
 async def test_a_word_that_is_over_is_not_taken_whatever_the_clocks_say() -> None:
     """No clock of another machine is read: a holder hears how late it is from the gateway itself."""
     holder = credentials_for([SECRET], SIGNER)
