@@ -292,7 +292,7 @@ KV = np.ndarray[tuple[int, int, int, int], np.dtype[np.uint8]]
 
 
 def now_ms() -> int:
-    return time.time_ns() // 1_000_000
+    return time.monotonic_ns() // 1_000_000
 
 
 def random_kv(num_tokens: int, layout: KVLayout = LAYOUT, seed: int = 7) -> KV:

@@ -109,7 +109,7 @@ def _ticket(rng: random.Random) -> str:
     ticket = Ticket(
         lease_id=LeaseId(f"lease-{rng.randrange(100)}"), epoch=rng.randrange(100), nonce="x", incarnation="x",
         holder=WorkerId("prefill-0"), reader=WorkerId(EVIL), tenant="tenant-1",
-        expires_at_ms=int(time.time() * 1000) + 60_000,
+        expires_at_ms=int(time.monotonic() * 1000) + 60_000,
     )  # fmt: skip
     return TicketSecrets([rng.randbytes(32)]).sign(ticket)
 
