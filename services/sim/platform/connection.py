@@ -1,5 +1,6 @@
 """A connection between two simulated processes: latency, bandwidth, a bounded buffer, and faults."""
 
+import asyncio
 import contextlib
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from dataplane.memory.frames import Rows
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
 from dataplane.protocol.wire import Waker, WireClosedError, WireTimeoutError
 from services.sim.limits import CONNECTION_LINGER_S
-from services.sim.platform.threads import CoThread, current, now_s, pause
+from services.sim.platform.threads import CoThread, current, pause
 
 BUFFER_BYTES = 64 << 10
 """Bytes in flight, at most. A sender waits until the receiver has taken some."""
@@ -77,7 +78,9 @@ class Pipe:
             data = self._apply(self._fault, data)
         self._num_crossed += len(data)
         if data:
-            at = self._last_at = max(now_s() + self._connection.latency_s, self._last_at, self._stalled_until)
+            at = self._last_at = max(
+                self._connection.now_s() + self._connection.latency_s, self._last_at, self._stalled_until
+            )
             self._chunks.append((at, memoryview(data)))
             self.num_bytes += len(data)
             self.notify_reader()
@@ -118,7 +121,7 @@ class Pipe:
         """The sender has closed: nothing more comes."""
         if not self.is_ended:
             self.is_ended = True
-            self._end_at = max(now_s() + self._connection.latency_s, self._last_at)
+            self._end_at = max(self._connection.now_s() + self._connection.latency_s, self._last_at)
             self.notify_reader()
 
     def reset(self) -> None:
@@ -139,7 +142,7 @@ class Pipe:
         if fault.kind == "corruption":
             return b"%b%c%b" % (data[:at], data[at] ^ 1 << fault.at_byte % 8, data[at + 1 :])
         if fault.kind == "stall":
-            self._stalled_until = now_s() + fault.for_s
+            self._stalled_until = self._connection.now_s() + fault.for_s
             return data
         if fault.kind == "slowness":
             self._connection.delay_s = fault.for_s / 1024
@@ -147,7 +150,7 @@ class Pipe:
         self._num_crossed = fault.at_byte
         before = data[:at]
         if before:
-            at_s = self._last_at = max(now_s() + self._connection.latency_s, self._last_at)
+            at_s = self._last_at = max(self._connection.now_s() + self._connection.latency_s, self._last_at)
             self._chunks.append((at_s, memoryview(before)))
             self.num_bytes += len(before)
         self._connection.reset()
@@ -164,6 +167,8 @@ class Connection:
         self.delay_s = 0.0
         """Additional time for each byte, in seconds."""
         self._bytes_per_s = bytes_per_s
+        self.now_s = asyncio.get_running_loop().time
+        """The simulation's own time: each end has clocks of its own."""
         self.held_until: Callable[[], float] = lambda: 0.0
         self.on_closed: Callable[[], None] = lambda: None
         self.to_reader = Pipe(self)
@@ -216,7 +221,7 @@ class SimWire:
         return len(data)
 
     def has_unread(self) -> bool:
-        return self._cut or self._incoming.ready_at() <= now_s()
+        return self._cut or self._incoming.ready_at() <= self.connection.now_s()
 
     @property
     def is_silent(self) -> bool:
@@ -272,9 +277,9 @@ class SimWire:
         """Return once `take` can be called without waiting; `deadline` is by the clock of this end's machine. Raises
         WireClosedError, WireTimeoutError."""
         incoming = self._incoming
-        deadline += now_s() - time.monotonic()
+        deadline += self.connection.now_s() - time.monotonic()
         while True:
-            now = now_s()
+            now = self.connection.now_s()
             if self._cut:
                 raise WireClosedError("cut")
             if now >= deadline:
@@ -289,7 +294,7 @@ class SimWire:
 
     def _put(self, data: bytes, timeout_s: float) -> None:
         outgoing = self._outgoing
-        deadline = now_s() + timeout_s
+        deadline = self.connection.now_s() + timeout_s
         while True:
             if self._cut or outgoing.is_ended:
                 raise WireClosedError("cut")
@@ -298,7 +303,7 @@ class SimWire:
             if outgoing.num_bytes < BUFFER_BYTES:
                 outgoing.put(data)
                 return
-            if (now := now_s()) >= deadline:
+            if (now := self.connection.now_s()) >= deadline:
                 raise WireTimeoutError(f"the peer took nothing for {timeout_s:.1f} s")
             before = outgoing.num_bytes
             outgoing.writer = current()
@@ -307,7 +312,7 @@ class SimWire:
             finally:
                 outgoing.writer = None
             if outgoing.num_bytes < before:
-                deadline = now_s() + timeout_s
+                deadline = self.connection.now_s() + timeout_s
 
 
 class _SimWaker:
@@ -332,9 +337,9 @@ class _SimWaker:
         self._set = False
 
     def wait(self, timeout_s: float) -> bool:
-        deadline = now_s() + timeout_s
+        deadline = self._wire.connection.now_s() + timeout_s
         while not (self._set or self._wire.has_unread()):
-            remaining = min(deadline, self._incoming.ready_at()) - now_s()
+            remaining = min(deadline, self._incoming.ready_at()) - self._wire.connection.now_s()
             if remaining <= 0:
                 return self._wire.has_unread()
             self._thread = self._incoming.reader = current()
