@@ -58,7 +58,7 @@ PARTS = (
             "tests/mesh/test_conversations.py", "tests/mesh/test_equality.py", "tests/mesh/test_logprobs.py",
             "tests/mesh/test_mesh.py", "tests/mesh/test_readable_bus.py", "tests/mesh/test_restarts.py",
             "tests/mesh/test_rotation.py", "tests/mesh/test_shaped_choices.py", "tests/mesh/test_twins.py",
-            "tests/mesh/test_zygote.py", "tests/plane/test_processes.py", "tests/telemetry/test_traces.py",
+            "tests/mesh/test_wrong_clocks.py", "tests/mesh/test_zygote.py", "tests/plane/test_processes.py", "tests/telemetry/test_traces.py",
         ),
     ),
     Part("kills", 10, "every fault's scenario on real processes", files=("tests/mesh/attack", "tests/mesh/faults")),
