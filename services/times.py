@@ -206,10 +206,6 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class PrefillTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a prefill worker waits for in a hand-over."""
 
-    unoffered_hold_ms: WaitMs = 500
-    """How long a computed prompt keeps its blocks from a queued one while its decode worker has no room: two workers
-    whose requests wait for each other's blocks would otherwise wait for ever. What it gives up stays cached as long as
-    it can."""
     unknown_after_ms: WaitMs = 1_500
     """How long a decode worker may say that it has room for a hand-over that nobody has asked for here. The two
     requests are sent at once: what was not heard by then was taken by a predecessor of this process, or is lost."""

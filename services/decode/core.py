@@ -236,9 +236,6 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         self._given.append(attempt)
         return []
 
-    def _num_blocks(self, attempt: DecodeAttempt) -> int:
-        return num_blocks_for(attempt.num_kv_tokens, self._limits.block_size)
-
     def _room_for(self, attempt: DecodeAttempt) -> BlocksReserved:
         num_blocks = self._num_blocks(attempt)
         return BlocksReserved(**handoff_fields(attempt.request, self._limits.worker_id), num_blocks=num_blocks)

@@ -1,9 +1,9 @@
 """What a prefill worker decides. Pure: events and the time come in, actions go out.
 
-An attempt is queued until there are blocks, and while another one fills those that its prompt begins with. What of its
-prompt is cached here is not computed; what others are said to hold is read from them first, one after another, and
-whatever does not come is computed. With a hand-over its blocks outlive it under a lease, which ends when the reader has
-landed, aborted, gone, or been silent too long.
+An attempt is queued until its decode worker has room, or is likely to have it soon; until there are blocks; and while
+another one fills those that its prompt begins with. What of its prompt is cached here is not computed; what others are
+said to hold is read from them first, one after another, and whatever does not come is computed. With a hand-over its
+blocks outlive it under a lease, which ends when the reader has landed, aborted, gone, or been silent too long.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields, publish_event
 from services.worker.core.role import HeardSubject, RoleCore
 from services.worker.core.twins import Twins
+from services.worker.limits import AHEAD_SHARE
 
 _LEASE_ENDS = {
     AttemptEnd.COMPLETE: LeaseEnd.UNNEEDED,
@@ -51,12 +52,16 @@ class PrefillAttempt(Attempt[RunPrefill]):
 
     part = "prefill"
     lease: Grant | None = None
-    computed_ms: int = 0
     reserved: bool = False
     """The decode worker has said that it has room."""
     offer_again: bool = False
     """The decode worker has said so again: the offer may have been lost."""
     offered_again_ms: int = 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Nobody has room for what is computed yet."""
+        return self.hands_over and not self.reserved
 
 
 class PrefillCore(RoleCore[PrefillAttempt]):
@@ -218,11 +223,11 @@ class PrefillCore(RoleCore[PrefillAttempt]):
 
     def _admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
-        while (attempt := self._next_queued(now_ms)) is not None:
+        while (attempt := self._next(now_ms)) is not None:
             # What is cached or read has no logarithms: a prompt whose own are wanted is computed whole.
             whole = attempt.owes_prompt_logprobs
             if not self._allocate(attempt, max_cached_tokens=0 if whole else None):
-                if (stuck := self._unoffered(now_ms)) is None:
+                if attempt.runs_ahead or (stuck := self._stuck()) is None:
                     break
                 reason = "the decode worker has no room and the blocks are needed"
                 actions += self._close_lease(stuck, LeaseEnd.CANCELLED, reason, tell_target=True)
@@ -234,12 +239,26 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             actions += self._lease(attempt, now_ms) + self._assemble(attempt)
         return actions
 
-    def _unoffered(self, now_ms: int) -> PrefillAttempt | None:
-        """Return the attempt that has waited longest for its decode worker to have room, if that is too long."""
-        computed = [a for a in self.attempts.values() if a.stage == "handing_over"]
-        waiting = [a for a in computed if a.lease is not None and not a.lease.is_offered]
-        oldest = min(waiting, key=lambda attempt: attempt.computed_ms, default=None)
-        return oldest if oldest is not None and now_ms - oldest.computed_ms >= self._times.unoffered_hold_ms else None
+    def _next(self, now_ms: int) -> PrefillAttempt | None:
+        """Return what begins next: the first prompt whose decode worker has room. With none, the first one, so that it
+        is computed once there is room, unless the prompts that have run ahead so hold too many blocks."""
+        ready = self._next_queued(now_ms, lambda attempt: not attempt.runs_ahead)
+        if ready is not None:
+            return ready
+        first = self._next_queued(now_ms)
+        if first is None:
+            return None
+        ahead = [attempt for attempt in self.attempts.values() if attempt.runs_ahead and attempt.lease is not None]
+        num_blocks = sum(map(self._num_blocks, [*ahead, first]))
+        return first if num_blocks * AHEAD_SHARE <= self._limits.num_blocks else None
+
+    def _stuck(self) -> PrefillAttempt | None:
+        """Return the computed prompt that makes way for one whose decode worker has room: the one that came last, where
+        all blocks that are held here wait for room elsewhere. That room may be what the other one's decode worker keeps
+        for it, and both would wait for ever. What makes way stays cached as long as it can."""
+        holding = [attempt for attempt in self.attempts.values() if attempt.tables or attempt.lease is not None]
+        wait = all(attempt.runs_ahead and attempt.stage == "handing_over" for attempt in holding)
+        return holding[-1] if holding and wait and not self._leases.num_lent else None
 
     def _lease(self, attempt: PrefillAttempt, now_ms: int) -> list[Action]:
         """Grant the lease of a hand-over, and offer it where the decode worker has room already."""
@@ -293,7 +312,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             return self._forget(attempt, now_ms)
         self._leases.renew(attempt.lease, now_ms, self._limits.lease_ms)
         self._give_back(attempt)
-        attempt.stage, attempt.computed_ms = "handing_over", now_ms
+        attempt.stage = "handing_over"
         first = FirstToken(token_id=sampled.token_id, finish_reason=sampled.finish_reason, computed_ns=ended_ns)
         return [FinishLease(attempt.lease, first)]
 

@@ -15,6 +15,12 @@ itself."""
 TWIN_READ_SHARE = 4
 """What another one reads comes all at once. It is waited for where at least a quarter of it is wanted here."""
 
+# Computing ahead of the reader.
+
+AHEAD_SHARE = 2
+"""Prompts whose decode workers have no room yet may hold half of a prefill worker's blocks: the other half is for those
+whose decode workers have it, so that none of them waits for one that does not move."""
+
 # Lending.
 
 MAX_LENT_LEASES = 256

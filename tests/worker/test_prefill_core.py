@@ -43,6 +43,11 @@ class Bench:
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
         return self.checked(case.run(self.core, request, now_ms))
 
+    def run_ready(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+        """Run a prompt whose decode worker has said that it has room."""
+        self.hear(case.reserved(int(request.request_id[1:])), now_ms)
+        return self.run(request, now_ms)
+
     def refused(self, request: RunPrefill, now_ms: int = 0) -> Refused:
         reply, actions = case.ask(self.core, request, now_ms)
         assert isinstance(reply, Refused) and not actions
@@ -156,13 +161,41 @@ def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
 
 def test_runs_wait_in_order_for_blocks() -> None:
     bench = Bench(num_blocks=3)
-    first = one(bench.run(case.run_prefill(1)), Submit)
-    assert bench.run(case.run_prefill(2, first=50)) == [] and bench.run(case.run_prefill(3, num_tokens=2)) == []
+    first = one(bench.run_ready(case.run_prefill(1)), Submit)
+    assert [type(action) for action in bench.run_ready(case.run_prefill(2, first=50))] == []
+    assert bench.run_ready(case.run_prefill(3, num_tokens=2)) == []
     assert bench.core.num_queued == 2  # the third would fit, and waits for the second
-    bench.hear(case.reserved(1), 0)
     bench.computed(first)
     actions = bench.hear(case.landed(1), 20)
     assert [a.sequence.request_id for a in actions if isinstance(a, Submit)] == ["r2", "r3"]
+
+
+def test_a_prompt_whose_reader_has_room_is_begun_first() -> None:
+    bench = Bench(num_blocks=4)
+    first = one(bench.run_ready(case.run_prefill(1)), Submit)
+    assert isinstance(one(bench.run(case.run_prefill(2, first=50)), Submit), Submit)
+    assert bench.run(case.run_prefill(3, first=60)) == [] and bench.run_ready(case.run_prefill(4, first=70)) == []
+    bench.computed(first)
+    actions = bench.hear(case.landed(1), 20)
+    assert [a.sequence.request_id for a in actions if isinstance(a, Submit)] == ["r4"]
+
+
+def test_prompts_run_ahead_of_their_readers_with_half_of_the_blocks() -> None:
+    bench = Bench(num_blocks=8)
+    ahead = [one(bench.run(case.run_prefill(number, first=100 * number)), Submit) for number in (1, 2)]
+    assert bench.run(case.run_prefill(3, first=300)) == []
+    for submit in ahead:
+        bench.hear(case.sampled(submit.sequence, 0, local_end=True), 10)
+    assert bench.tick(1_000) == [], "they wait for their readers, and keep what they have"
+    actions = bench.hear(case.reserved(2), 1_010)
+    assert isinstance(one(actions, Offer), Offer)
+    assert one(actions, Submit).sequence.request_id == "r3", "there is one less that runs ahead"
+
+
+def test_a_prompt_of_more_than_half_the_blocks_is_begun_once_its_reader_has_room() -> None:
+    bench = Bench(num_blocks=3)
+    assert bench.run(case.run_prefill()) == []
+    assert {type(action) for action in bench.hear(case.reserved(), 1)} == {Submit, Offer}
 
 
 def test_a_full_queue_refuses() -> None:
@@ -198,7 +231,7 @@ def test_a_repeated_message_is_accepted_once() -> None:
 
 def test_cancelling_a_queued_run_tells_the_target() -> None:
     bench = Bench(num_blocks=2)
-    first = one(bench.run(case.run_prefill(1)), Submit)
+    first = one(bench.run_ready(case.run_prefill(1)), Submit)
     bench.run(case.run_prefill(2))
     assert isinstance(one(bench.hear(case.cancel(2), 5), Publish).message, HandoffAborted)
     bench.computed(first)
@@ -341,7 +374,7 @@ def test_one_hand_over_belongs_to_one_attempt() -> None:
 
 def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
     bench = Bench(num_blocks=2)
-    first = one(bench.run(case.run_prefill(1)), Submit)
+    first = one(bench.run_ready(case.run_prefill(1)), Submit)
     bench.run(case.run_prefill(2))
     bench.hear(case.reserved(2), 0)
     for number in range(10, 100):
@@ -352,6 +385,7 @@ def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
 
 
 def fetching(bench: Bench, *, num_tokens: int = 18, split: bool = True) -> KVRead:
+    bench.hear(case.reserved(), 0)
     sources = (case.source("d0", 0, 2), case.source("p0", 0, 9), case.source("d7", 3, 1), case.source("s0", 1, 9))
     return one(bench.run(case.run_prefill(num_tokens=num_tokens, split=split, sources=sources)), StartRead).read
 
@@ -371,8 +405,9 @@ def test_what_is_cached_is_not_computed_and_what_others_hold_is_read() -> None:
 
 
 def test_the_offer_goes_out_while_others_are_still_read() -> None:
-    bench = Bench()
-    fetching(bench)
+    bench = Bench(num_blocks=16)
+    sources = (case.source("d0", 0, 2),)
+    assert isinstance(one(bench.run(case.run_prefill(num_tokens=18, sources=sources)), StartRead), StartRead)
     assert isinstance(one(bench.hear(case.reserved(), 0), Offer), Offer)
 
 
@@ -426,43 +461,45 @@ def test_a_deadline_during_a_fetch_fails_the_request() -> None:
     bench.assert_empty()
 
 
-def test_a_computed_run_whose_reader_has_no_room_makes_way_for_a_queued_one() -> None:
-    """Otherwise two workers' runs could wait for each other's blocks for ever."""
-    bench = Bench(num_blocks=2)
-    bench.computed(one(bench.run(case.run_prefill(1)), Submit))  # at 10 ms
-    assert bench.run(case.run_prefill(2), 20) == []
-    assert bench.tick(500) == []
-    actions = bench.tick(511)
-    assert isinstance(one(actions, Publish).message, HandoffAborted)
-    assert one(actions, Submit).sequence.request_id == "r2"
-
-
-def test_a_run_that_is_being_read_does_not_make_way() -> None:
-    bench = Bench(num_blocks=2)
-    submit = one(bench.run(case.run_prefill(1)), Submit)
-    bench.hear(case.reserved(1), 0)
-    bench.computed(submit)
-    assert bench.run(case.run_prefill(2), 20) == []
-    assert bench.tick(900) == []
-
-
-def two_unoffered(bench: Bench, *, deadline_ms: int = case.DEADLINE_MS) -> None:
-    """Two computed runs whose decode worker has no room, and a queued one that wants nearly all blocks."""
-    for number in (1, 2):
-        submit = one(bench.run(case.run_prefill(number, deadline_ms=deadline_ms)), Submit)
+def ahead(bench: Bench, *numbers: int, deadline_ms: int = case.DEADLINE_MS) -> None:
+    """Prompts that are computed, and whose decode worker has no room."""
+    for number in numbers:
+        submit = one(bench.run(case.run_prefill(number, first=100 * number, deadline_ms=deadline_ms)), Submit)
         bench.hear(case.sampled(submit.sequence, 0, local_end=True), 0)
-    assert bench.run(case.run_prefill(3, num_tokens=28), 10) == []
+
+
+def test_in_a_stand_off_the_last_that_ran_ahead_makes_way() -> None:
+    """The blocks that the third one lacks wait for room that may be kept for it."""
+    bench = Bench()
+    ahead(bench, 1, 2)
+    assert bench.run(case.run_prefill(3, num_tokens=20), 10) == []
+    assert bench.tick(900) == [], "nobody has room: time changes nothing"
+    actions = bench.hear(case.reserved(3), 910)
+    aborted = one(actions, Publish).message
+    assert isinstance(aborted, HandoffAborted) and aborted.request_id == "r2"
+    assert one(actions, Submit).sequence.request_id == "r3" and len(bench.leases) == 2
+
+
+def test_nobody_makes_way_where_blocks_become_free_by_themselves() -> None:
+    bench = Bench()
+    ahead(bench, 1)
+    running = one(bench.run_ready(case.run_prefill(2, first=200)), Submit)
+    assert bench.run_ready(case.run_prefill(3, num_tokens=20), 10) == []
+    bench.computed(running)
+    assert bench.tick(900) == [], "it is being read"
+    assert one(bench.hear(case.landed(2), 910), Submit).sequence.request_id == "r3"
 
 
 def test_runs_that_make_way_while_others_end_are_ended_once() -> None:
     bench = Bench()
-    two_unoffered(bench)
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
-    bench.hear(left, 1_000)
+    ahead(bench, 1, 2)
+    bench.run_ready(case.run_prefill(3, num_tokens=28))
+    bench.hear(WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT), 1_000)
     bench = Bench()
-    two_unoffered(bench, deadline_ms=1_000)
-    actions = bench.tick(1_000)
-    assert one(actions, Submit).sequence.request_id == "r3"
+    ahead(bench, 1, 2, deadline_ms=1_000)
+    assert bench.run(case.run_prefill(3, num_tokens=28), 10) == []
+    bench.tick(1_000)
+    assert one(bench.hear(case.reserved(3), 1_000), Submit).sequence.request_id == "r3"
 
 
 def test_a_draining_worker_reads_from_nobody() -> None:

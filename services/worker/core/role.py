@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.layout import num_blocks_for
 from schemas import subjects
 from schemas.block import BlockHasher, pack_tokens
 from schemas.handoff import HandoffMessage
@@ -404,10 +406,12 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     # Blocks, reads, the engine.
 
-    def _next_queued(self, now_ms: int) -> AttemptT | None:
-        """Return the first in the queue that does not wait for a twin."""
+    def _next_queued(self, now_ms: int, may_begin: Callable[[AttemptT], bool] = lambda _: True) -> AttemptT | None:
+        """Return the first in the queue that may begin and does not wait for a twin."""
         first: AttemptT | None = None
         for attempt in self._queue:  # those behind the first are looked at to say what they wait for
+            if not may_begin(attempt):
+                continue
             is_waiting = attempt.stage == "waiting_for_twin" or first is None
             if is_waiting and not self._waits(attempt, now_ms) and first is None:
                 first = attempt
@@ -435,6 +439,10 @@ class RoleCore(ABC, Generic[AttemptT]):
             wait.twin, wait.request_id = twin, request_id
         attempt.stage = "waiting_for_twin"
         return True
+
+    def _num_blocks(self, attempt: AttemptT) -> int:
+        """Return how many blocks an attempt needs here."""
+        return num_blocks_for(attempt.num_kv_tokens, self._limits.block_size)
 
     def _allocate(self, attempt: AttemptT, *, max_cached_tokens: int | None = None) -> bool:
         """Give an attempt its blocks and what is cached of its prompt, at most so much. False: there is no room now."""
