@@ -28,6 +28,7 @@ def stages(core: PrefillCore | DecodeCore, now_ms: int = NOW) -> list[tuple[str,
 def test_a_prefill_workers_requests_by_stage() -> None:
     cache, leases = case.block_cache(2), LeaseTable()
     core = PrefillCore(case.limits(case.PREFILL, num_blocks=2), cache, leases)
+    case.hear(core, case.reserved(1), 100)
     case.ask(core, case.run_prefill(1), 100)
     case.ask(core, case.run_prefill(2, first=50), 300)
     assert stages(core) == [("r1", "computing", 900, ""), ("r2", "queued", 700, "")]

@@ -200,7 +200,7 @@ def test_a_prompt_of_more_than_half_the_blocks_is_begun_once_its_reader_has_room
 
 def test_a_full_queue_refuses() -> None:
     bench = Bench(num_blocks=3, max_queued=1)
-    bench.run(case.run_prefill(1))
+    bench.run_ready(case.run_prefill(1))
     bench.run(case.run_prefill(2))
     assert bench.refused(case.run_prefill(3)).reason == RefusalReason.OVERLOADED
 

@@ -273,12 +273,12 @@ def test_one_lost_message_costs_time_and_nothing_else(lost: type[Message] | None
 
 def test_a_drain_sends_elsewhere_what_waits_and_finishes_the_rest() -> None:
     bench = Bench(num_blocks=2)
+    case.hear(bench.prefill, case.reserved(1), 0)
     computing = bench.run(case.run_prefill(1))
     bench.run(case.run_prefill(2))
     actions = bench.checked(case.hear(bench.prefill, DrainBegun(), 5))
     assert [(f.code, f.retryable) for f in failures(actions)] == [("draining", True)]
     assert published(actions) == [HandoffAborted] and bench.prefill.num_queued == 0
-    case.hear(bench.prefill, case.reserved(1), 0)
     assert isinstance(one(bench.computed(computing), FinishLease), FinishLease)
     case.hear(bench.prefill, case.landed(1), 20)
     reply, _ = case.ask(bench.prefill, case.run_prefill(3), 21)
@@ -313,6 +313,7 @@ def test_at_a_drains_end_what_owes_tokens_goes_elsewhere_and_prefixes_stay_for_t
 def test_a_fenced_worker_ends_all_and_tells_no_gateway() -> None:
     bench = Bench(num_blocks=7)
     bench.computed(bench.run(case.run_prefill(1)))
+    case.hear(bench.prefill, case.reserved(2), 0)
     computing = one(bench.run(case.run_prefill(2)), Submit)
     case.ask(bench.decode, case.reserve(3), 0)
     assert isinstance(one(case.hear(bench.decode, case.offered(3)), StartRead), StartRead)
