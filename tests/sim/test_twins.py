@@ -1,6 +1,7 @@
 """Bursts of one prompt in the simulator: computed once, sent once to each decode worker, whoever falls meanwhile."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,18 +20,26 @@ SHAPE = MeshShape(num_blocks=256, step_s=0.05)
 
 
 def burst(
-    shape: MeshShape = SHAPE, faults: tuple[Fault, ...] = (), *, num_choices: int = 1, own: int = 0, seed: int = 3
+    shape: MeshShape = SHAPE,
+    faults: tuple[Fault, ...] = (),
+    *,
+    prompts: Sequence[tuple[int, ...]] = (PROMPT,) * NUM_CLIENTS,
+    max_tokens: int = 6,
+    num_choices: int = 1,
+    own: int = 0,
+    seed: int = 3,
 ) -> tuple[SimReport, list[SpanRecord]]:
-    """Let clients ask for one prompt at once, each with so many tokens of its own behind it."""
+    """Let clients ask at once, for one prompt if nothing else is said, each with so many tokens of its own behind
+    it."""
     spans: list[SpanRecord] = []
 
     def asks(*_: object) -> list[ClientRequest]:
         return [
             ClientRequest(
-                at_s=0.1 + 0.002 * number, prompt=(*PROMPT, *[1 + number] * own), max_tokens=6, temperature=1.0,
-                seed=number, num_choices=num_choices, stream=True,
+                at_s=0.1 + 0.002 * number, prompt=(*prompt, *[1 + number] * own), max_tokens=max_tokens,
+                temperature=1.0, seed=number, num_choices=num_choices, stream=True,
             )
-            for number in range(NUM_CLIENTS)
+            for number, prompt in enumerate(prompts)
         ]  # fmt: skip
 
     def keep(records: list[SpanRecord], **_: bool) -> list[str]:
@@ -40,7 +49,7 @@ def burst(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "make_requests", asks)
         patch.setattr(world, "trace_problems", keep)
-        options = SimOptions(num_requests=NUM_CLIENTS, scenario=Scenario(faults=faults), shape=shape)
+        options = SimOptions(num_requests=len(prompts), scenario=Scenario(faults=faults), shape=shape)
         report = simulate(seed, options)
     nothing_wrong(report.verdict.problems)
     return report, spans
