@@ -57,7 +57,7 @@ PARTS = (
             "tests/cli/test_bus.py", "tests/cli/test_host.py", "tests/cli/test_meshes.py",
             "tests/mesh/test_conversations.py", "tests/mesh/test_equality.py", "tests/mesh/test_logprobs.py",
             "tests/mesh/test_mesh.py", "tests/mesh/test_readable_bus.py", "tests/mesh/test_restarts.py",
-            "tests/mesh/test_rotation.py", "tests/mesh/test_shaped_choices.py", "tests/mesh/test_twins.py",
+            "tests/mesh/test_room.py", "tests/mesh/test_rotation.py", "tests/mesh/test_shaped_choices.py", "tests/mesh/test_twins.py",
             "tests/mesh/test_wrong_clocks.py", "tests/mesh/test_zygote.py", "tests/plane/test_processes.py",
             "tests/telemetry/test_traces.py",
         ),

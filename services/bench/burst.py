@@ -101,7 +101,7 @@ async def _measure(plan: BurstPlan, options: UpOptions, clients: list[int], choi
     async with serving(_modes, options) as served:
         if plan.num_prompt_tokens + plan.num_tokens > served.context_length:
             raise UserError(f"--tokens: the model has room for {served.context_length}, the answer among them")
-        meters = {name: await _Meter.of(supervisor) for name, supervisor in served.supervisors.items()}
+        meters = {name: await Meter.of(supervisor) for name, supervisor in served.supervisors.items()}
         with Progress(*columns, console=console, transient=True) as progress:
             for name, client in served.clients.items():  # the first request of a mesh is no measure of it
                 await client.complete(random_tokens(rng, 64, served.vocab_size), 2)
@@ -139,14 +139,14 @@ class _Burst(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Meter:
+class Meter:
     """Reads the counters of one mesh's workers. `token_bytes`: of one token's KV."""
 
     urls: tuple[str, ...]
     token_bytes: int
 
     @classmethod
-    async def of(cls, supervisor: Supervisor) -> "_Meter":
+    async def of(cls, supervisor: Supervisor) -> "Meter":
         loads = (await describe_fleet(supervisor.access())).workers
         token_bytes = max((load.rates.kv_token_bytes for load in loads), default=0)
         if not token_bytes:
@@ -176,7 +176,7 @@ class _Meter:
 
 
 async def _burst(
-    client: Client, meter: _Meter, prompt: list[int], num_tokens: int, num_clients: int, num_choices: int
+    client: Client, meter: Meter, prompt: list[int], num_tokens: int, num_clients: int, num_choices: int
 ) -> _Burst:
     before = await meter.work()
     asked = (client.complete(prompt, num_tokens, num_choices=num_choices) for _ in range(num_clients))
