@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -16,10 +17,10 @@ from tests.waiting import wait_until
 
 WRONG = """
 import os, sys, time
-AHEAD_S = {"decode-0": 660.0, "store-0": -5.0, "gateway-0": 5.0}
+AHEAD_S = {"decode-0": 660.0, "store-0": -5.0, "gateway": 5.0}
 ahead_s = next((s for name, s in AHEAD_S.items() if name in sys.orig_argv), 0.0)
 right, right_ns = time.time, time.time_ns
-stepped = "scheduler-0" in sys.orig_argv and os.environ["STEPPED"]
+stepped = "scheduler" in sys.orig_argv and os.environ["STEPPED"]
 
 
 def now_ahead_s():
@@ -29,7 +30,8 @@ def now_ahead_s():
 time.time = lambda: right() + now_ahead_s()
 time.time_ns = lambda: right_ns() + round(now_ahead_s() * 1e9)
 """
-PROMPT = QUESTION * 3
+PROMPT = QUESTION * 40
+"""So long that reading it costs less than computing it."""
 
 
 def test_wrong_clocks_cost_nothing_and_are_named(tmp_path: Path) -> None:
@@ -43,10 +45,10 @@ def test_wrong_clocks_cost_nothing_and_are_named(tmp_path: Path) -> None:
     stepped.unlink()
     again = served(up, wrong, state, stepped)
     assert again["text"] == first["text"]
-    assert again["sources"].get("store-0", 0) >= 0.5 * again["num_prompt_tokens"], "the store's clock is 5 s behind"
+    assert again["num_from_store"] >= 0.5 * again["num_prompt_tokens"], "the store's clock is 5 s behind"
 
 
-def served(up: list[str], wrong: dict[str, str], state: Path, stepped: Path) -> dict[str, object]:
+def served(up: list[str], wrong: dict[str, str], state: Path, stepped: Path) -> dict[str, Any]:
     """Ask a mesh before and after its scheduler's clock is set an hour ahead. Return what the first answer was."""
     running = subprocess.Popen(up, env=wrong, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said: list[str] = []
@@ -66,8 +68,7 @@ def served(up: list[str], wrong: dict[str, str], state: Path, stepped: Path) -> 
         assert ask(url[0])["text"] == before["text"]
         assert our_processes(state)
         running.send_signal(signal.SIGINT)
-        said += list(lines)
-    assert any("decode-0" in line and "660.0 s ahead of the scheduler's" in line for line in said), said
+    assert "660.0 s ahead of the scheduler's" in (state / "run/logs/decode-0.log").read_text()
     spans = load_spans(Path(mesh["trace_dir"]))
     for request in recorded_requests(spans):
         trace = [span for span in spans if span.trace_id == request.root.trace_id]
@@ -76,14 +77,15 @@ def served(up: list[str], wrong: dict[str, str], state: Path, stepped: Path) -> 
     return before
 
 
-def ask(url: str) -> dict[str, object]:
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+def ask(url: str) -> dict[str, Any]:
+    body = {"model": "demo_model", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     with httpx.Client(trust_env=False, timeout=60) as client:
         answer = client.post(f"{url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     found = answer.json()
+    usage = found["usage"]["kvmesh"]
     return {
         "text": found["choices"][0]["text"],
         "num_prompt_tokens": found["usage"]["prompt_tokens"],
-        "sources": found["usage"]["kvmesh"].get("transferred_from", {}),
+        "num_from_store": (usage["prefill"] or usage)["transferred_from"].get("store-0", 0),
     }
