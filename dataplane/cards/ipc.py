@@ -125,6 +125,7 @@ class CudaReader:
         self._arena = arena
         self._target = target
         self._copying: deque[tuple[int, WorkPiece]] = deque()
+        self._copying_since = 0
         self._digests: dict[int, int] = {}
         self._num_finished = 0
         self._stats = TransferStats()
@@ -136,6 +137,8 @@ class CudaReader:
         ProtocolError."""
         self._stats = stats
         self._wait_mark(wire, data, deadline)
+        if not self._copying:
+            self._copying_since = time.perf_counter_ns()
         moves, arena, memory = pair_moves(self._runs, self._target, data), self._arena, self._source.memory
         piece = self._side.put(lambda stream, digest: arena.device.move(stream, moves, memory, arena.memory, digest))
         self._copying.append((data.sequence, piece))
@@ -168,6 +171,7 @@ class CudaReader:
         try:
             while not self._source.wait_ready(data.at, min(limits.MARK_LOOK_S, max(0.0, deadline - time.monotonic()))):
                 check_peer(wire)
+                self.finished()
                 if time.monotonic() >= deadline:
                     raise WireTimeoutError(f"the holder's mark {data.at} was not reached by the deadline")
         except ValueError as error:
@@ -181,15 +185,16 @@ class CudaReader:
             self._stats.wait_ns += time.perf_counter_ns() - started
 
     def _wait_oldest(self, deadline: float) -> None:
-        started = time.perf_counter_ns()
         if not wait_done(self._copying[0][1], None, deadline - time.monotonic()):
             raise WireTimeoutError("the card has not copied a frame by the deadline")
-        self._stats.copy_ns += time.perf_counter_ns() - started
         self._settle_oldest()
 
     def _settle_oldest(self) -> None:
         sequence, piece = self._copying.popleft()
         started = time.perf_counter_ns()
+        # While a frame is copied this thread does something else: the time counts in which any copy is under way.
+        self._stats.copy_ns += started - self._copying_since
+        self._copying_since = started
         self._digests[sequence] = self._side.settle(piece)
         if piece.digest is not None:
             self._stats.verify_ns += time.perf_counter_ns() - started

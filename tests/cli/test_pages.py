@@ -142,17 +142,3 @@ def test_headings_are_called_as_on_github() -> None:
 )
 def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
     assert not leads(ROOT / "README.md", link)
-
-
-def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> None:
-    _, _, rest = (ROOT / "docs/cards.md").read_text().partition("<!-- never met a device -->")
-    listed, end, _ = rest.partition("<!-- end of what never met a device -->")
-    assert end
-    named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(line.split("|")[1] for line in listed.splitlines()[3:])))
-    touching = {
-        "dataplane/cards/cuda/cuda_driver.py",
-        "dataplane/cards/nccl/library.py",
-        "services/engine/cuda/cuda_runtime.py",
-        "services/engine/cuda/on_card.py",
-    }
-    assert touching <= named

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dataplane.cards.nccl.library import NcclLibrary
 from services.sim.platform import threads
+from tests.gpu import card, why_no_card
 from tests.plane.harness import (
     CARRIERS,
     DEADLINE_S,
@@ -81,8 +83,21 @@ def _is_simulated(item: pytest.Item) -> bool:
     return _carrier_of(item).startswith(SIMULATED)
 
 
+@pytest.fixture(scope="session")
+def card_in_use() -> None:
+    """What the driver opens once in a process, and PyTorch and NCCL again, stays open."""
+    if not why_no_card():
+        import torch
+
+        card().close()
+        torch.zeros(1, device="cuda")
+        library = NcclLibrary(0)
+        if library.refusal() is None:
+            library.make(library.new_id(), 1, 0).abort()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(card_in_use: None) -> Iterator[None]:
     """No test leaves a thread, a descriptor or a file in shared memory behind."""
     before = set(threading.enumerate()), _descriptors(), _arenas()
     yield

@@ -21,7 +21,7 @@ from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.cards import limits
 from dataplane.cards.nccl import library as nccl
 from dataplane.cards.nccl.communicator import CommunicatorError
-from dataplane.cards.nccl.library import NcclCommunicator, NcclLibrary, id_bytes, id_chars
+from dataplane.cards.nccl.library import NcclCommunicator, NcclLibrary
 from dataplane.cards.nccl.pair import BUFFER_BYTES
 from dataplane.cards.nccl.pair_core import ReaderCore
 from dataplane.carriers.kv_arena import AUTO
@@ -441,14 +441,6 @@ def test_damage_between_the_kernels_is_found(holder: Holder, target: Target, mon
 # The library, without a card.
 
 
-def test_ids_survive_the_signed_characters_of_c() -> None:
-    every = bytes(range(256))
-    for unique_id in (every[:128], every[128:]):
-        chars = id_chars(unique_id)
-        assert all(-128 <= char <= 127 for char in chars)
-        assert id_bytes(chars) == unique_id
-
-
 def test_it_imports_quietly_and_says_why_it_cannot_be_had() -> None:
     code = """
 import sys, warnings
@@ -473,8 +465,8 @@ class Handle:
         self.said: list[tuple[Any, ...]] = [("make", *args)]
         self.error: Exception | None = None
 
-    def get_unique_id(self) -> tuple[int, ...]:
-        return tuple(range(-64, 64))
+    def get_unique_id(self) -> bytes:
+        return bytes(range(128))
 
     def NcclCommunicator(self, *args: Any) -> "Handle":
         self.said.append(("make", *args))
@@ -501,8 +493,8 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
 def test_what_cupy_is_asked(handle: Handle, num_ranks: int, rank: int, peer: int) -> None:
     library = NcclLibrary(3)
     unique_id = library.new_id()
-    assert unique_id == bytes([*range(192, 256), *range(64)])
     communicator = library.make(unique_id, num_ranks, rank)
+    assert handle.said[-1] == ("make", num_ranks, bytes(range(128)), rank)
     memory, stream = SimpleNamespace(pointer=1000), SimpleNamespace(handle=77)
     del handle.said[:]
     with communicator.group():

@@ -107,7 +107,7 @@ def test_holder_killed_in_mid_stream(carrier: str, process: HolderProcess, targe
     with pytest.raises(TransferFailedError) as raised:  # and nobody is there any more
         read(target, process, carrier)
     assert raised.value.code == "connect"
-    assert process.endpoint.arena in remove_stale_arenas()
+    remove_stale_arenas()  # or a process beside this one has
     assert not (SHM_DIR / process.endpoint.arena).exists()
 
 

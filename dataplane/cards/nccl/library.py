@@ -33,7 +33,7 @@ class NcclLibrary:
         """Return a fresh unique id. Raises CommunicatorError."""
         self._check("making an id")
         with _failing_as("making an id"):
-            return id_bytes(self._nccl.get_unique_id())
+            return self._nccl.get_unique_id()
 
     def make(self, unique_id: bytes, num_ranks: int, rank: int) -> "NcclCommunicator":
         """Return the communicator once all ranks have come. Raises CommunicatorError."""
@@ -42,7 +42,7 @@ class NcclLibrary:
             raise CommunicatorError("making a communicator", f"an id of {len(unique_id)} bytes")
         with _failing_as("making a communicator"):
             _use_card(self._ordinal)
-            handle = self._nccl.NcclCommunicator(num_ranks, id_chars(unique_id), rank)
+            handle = self._nccl.NcclCommunicator(num_ranks, unique_id, rank)
         return NcclCommunicator(self._nccl, handle, num_ranks - 1 - rank, self._ordinal)
 
     def _check(self, what: str) -> None:
@@ -105,16 +105,6 @@ class NcclCommunicator:
 def pair_parts(device: Device, ordinal: int) -> PairParts:
     """Return with what a worker on the card `ordinal` makes its communicators."""
     return PairParts(device, NcclLibrary(ordinal), LibraryThreads())
-
-
-def id_bytes(chars: tuple[int, ...]) -> bytes:
-    """Return an id as bytes; CuPy has it as C's signed characters."""
-    return bytes(char & 0xFF for char in chars)
-
-
-def id_chars(unique_id: bytes) -> tuple[int, ...]:
-    """Return the id as CuPy takes it."""
-    return tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
 
 
 def _load() -> tuple[Any, str | None]:
