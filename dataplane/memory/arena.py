@@ -4,6 +4,7 @@ A header page comes first. It holds a nonce, by which a reader knows that it ope
 The owner's lock on the file tells whoever cleans up that the owner is alive, whatever its process id is to them.
 """
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -25,6 +26,8 @@ HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8s32sQ")  # magic, nonce, bytes of KV
 _MAGIC = b"KVARENA1"
 _NAME = re.compile(r"kvmesh-\d{1,10}-[0-9a-f]{16}")
+
+_owned: set[Path] = set()
 
 ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -128,6 +131,7 @@ class Arena:
         if mapping is None:
             return
         if self.owned:
+            _owned.discard(SHM_DIR / self.name)
             (SHM_DIR / self.name).unlink(missing_ok=True)
         self.array = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # somebody made a view of it
@@ -152,8 +156,17 @@ def _new_file() -> tuple[Path, int]:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink:
+                _owned.add(path)
                 return path, fd
         os.close(fd)
+
+
+@atexit.register
+def unlink_owned() -> None:
+    """Give back the names that this process has made and not closed; one that was forked has made none."""
+    for path in list(_owned):
+        if path.name.startswith(f"kvmesh-{os.getpid()}-"):
+            path.unlink(missing_ok=True)
 
 
 def remove_stale_arenas() -> list[str]:

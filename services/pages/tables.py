@@ -11,7 +11,7 @@ from typer.main import get_command
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Permit, Role, Subject
 from services.bench import links
-from services.cli.main import app
+from services.cli.app import app
 from services.errors import UserError
 from services.gateway.api.capabilities import parameter_table
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from services.cli.main import main
+from services.cli import app
 from tests.waiting import wait_until
 
 KVMESH = [sys.executable, "-m", "services.cli.main"]
@@ -50,7 +50,7 @@ def run_here(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[s
         contextlib.redirect_stderr(err),
     ):
         try:
-            main()
+            app.run()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     said, complained = (stream.buffer.getvalue().decode() for stream in (out, err))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.main import app
+from services.cli.app import app
 from services.config import MeshConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR

@@ -31,7 +31,7 @@ from schemas.subjects import SUBJECTS, Role
 from services.bus.memory import matches
 from services.bus.nats import NatsBus
 from services.cli import up
-from services.cli.main import app
+from services.cli.app import app
 from services.cli.running import RunningMesh as StateFile
 from services.config import MeshConfig, SchedulerConfig, load_config, write_config
 from services.engine.checkpoint import read_checkpoint

@@ -22,7 +22,7 @@ import yaml
 from schemas.permissions import role_of
 from services.bus.embedded import find_server
 from services.bus.limits import MAX_PAYLOAD_BYTES
-from services.cli.main import RoleName
+from services.cli.app import RoleName
 from services.config import MeshConfig, ModelConfig, dtype_of, load_config
 from services.trust.certificates import CA_FILE, client_context
 from services.trust.credentials import holder_credentials, signer_of

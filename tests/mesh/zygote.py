@@ -19,7 +19,7 @@ import subprocess
 import sys
 from typing import Any
 
-from services.cli.main import main
+from services.cli.app import run
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.loading import ENVIRONMENT
 
@@ -185,7 +185,7 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
     sys.argv = ["kvmesh", *arguments]
     code = 1
     try:
-        main()
+        run()
         code = 0
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1

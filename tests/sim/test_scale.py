@@ -198,7 +198,7 @@ def test_the_command_says_what_was_wrong(monkeypatch: pytest.MonkeyPatch, capsys
 def test_bad_input_is_one_line(arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.main import get_command
 
-    from services.cli.main import app
+    from services.cli.app import app
     from services.errors import UserError
 
     monkeypatch.setattr("services.cli.scale.measure", None)

@@ -1,0 +1,341 @@
+"""The subcommands of `kvmesh`, a function each. A UserError is one line and exit code 2."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from services.cli.bench import bench
+from services.cli.simulate import simulate
+from services.config import Carrier, Dtype, EngineName, PlaneEncryption, WireDtype, parse_devices, parse_list
+from services.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+app.command()(simulate)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvmesh {importlib.metadata.version('kvmesh')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Serve a language model with prefill and decode on different workers."""
+
+
+NatsOption = Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")]
+CredsOption = Annotated[
+    str, typer.Option(help="Your credentials for it (observer.creds); those of the mesh that runs if left out.")
+]
+OperatorOption = Annotated[
+    bool, typer.Option("--operator", help="Hear everything, prompts too, with the mesh's operator.creds.")
+]
+OperatorCreds = Annotated[
+    str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
+]
+RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id; the demo model if left out.")] = "",
+    prefill: Annotated[int | None, typer.Option(min=1, max=64, show_default="1", help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, max=64, show_default="1", help="Decode workers.")] = None,
+    aggregated: Annotated[
+        int, typer.Option(min=0, max=64, help="Workers that do both, instead of the other two: no split.")
+    ] = 0,
+    schedulers: Annotated[int, typer.Option(min=1, max=16, help="Schedulers.")] = 1,
+    directories: Annotated[int, typer.Option(min=1, max=16, help="Directories.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=16, help="Gateways, on ports one after another.")] = 1,
+    carrier: Annotated[Carrier, typer.Option(help="How KV crosses.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda (cards in turn), cuda:N, or a list dealt out to the workers.")
+    ] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 finds one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to serve HTTP on; others reach all but loopback.")] = "127.0.0.1",
+    api_key: Annotated[str, typer.Option(help="Serve only who sends this key; `ps` shows it, a file does not.")] = "",
+    tenants: Annotated[str, typer.Option(help='TOML file with a line KEY = "TENANT" for each API key.')] = "",
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask nobody for a key, whoever reaches --host.")] = False,
+    hosts: Annotated[str, typer.Option(help="Names by which clients call it, with commas between.")] = "",
+    cors_origins: Annotated[
+        str, typer.Option(help="Sites whose pages may ask from a browser, https://… with commas between.")
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(help="Serve https with the certificate of this PEM file.")] = "",
+    tls_key: Annotated[str, typer.Option(help="Its private key, a PEM file.")] = "",
+    nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
+    keys: Annotated[
+        str, typer.Option(help="With a server of your own: what `kvmesh bus-config DIR` has written.")
+    ] = "",
+    open_bus: Annotated[
+        bool, typer.Option("--open-bus", help="Take a server that lets anybody in: whoever reaches it owns the mesh.")
+    ] = False,
+    policy: Annotated[
+        str, typer.Option(help="Placement: cost, least_loaded, round_robin, affinity, or package.module:name.")
+    ] = "cost",
+    prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
+    pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
+    wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",
+    plane_encryption: Annotated[
+        PlaneEncryption, typer.Option(help="Encrypt KV that crosses tcp; auto: to any address but loopback.")
+    ] = "auto",
+    store: Annotated[str, typer.Option(help="A KV store, if any: memory, disk, redis://… or valkey://….")] = "",
+    store_mib: Annotated[int, typer.Option(min=1, help="Bound of the store's tier behind memory, in MiB.")] = 4096,
+    store_dir: Annotated[str, typer.Option(help="Folder of `--store disk`; .kvmesh/store if left out.")] = "",
+    kv_mib: Annotated[int, typer.Option(min=1, help="KV memory of one worker, in MiB.")] = 512,
+    token_budget: Annotated[int, typer.Option(min=16, help="Most tokens of one engine step.")] = 512,
+    block_size: Annotated[int, typer.Option(min=0, max=1024, help="Tokens of a block; 0: 16, with vLLM 32.")] = 0,
+    engine: Annotated[EngineName, typer.Option(help="What computes: transformers with our attention, or vLLM.")] = (
+        "transformers"
+    ),
+    engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "",
+    engine_kv_mib: Annotated[int, typer.Option(min=0, help="vLLM's own KV memory, in MiB; 0: as --kv-mib.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
+    replicate: Annotated[
+        bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
+    ] = False,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to leave at most.")] = 30.0,
+    otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; files if left out.")] = "",
+    sample_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of traces that is kept; what fails or is slow always is.")
+    ] = 1.0,
+) -> None:
+    """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
+    from services.cli.up import gateway_config, parse_engine_args, run_up
+    from services.launch.supervisor import UpOptions
+
+    if aggregated and (prefill or decode):
+        raise UserError("--aggregated has workers that do both: leave out --prefill and --decode")
+    options = UpOptions(
+        model=model,
+        num_prefill=0 if aggregated else prefill or 1,
+        num_decode=0 if aggregated else decode or 1,
+        num_aggregated=aggregated,
+        num_schedulers=schedulers,
+        num_directories=directories,
+        num_gateways=gateways,
+        carrier=carrier,
+        devices=parse_devices(device) if device else (),
+        dtype=dtype,
+        port=port,
+        gateway=gateway_config(
+            host,
+            api_key=api_key,
+            tenants=tenants,
+            no_auth=no_auth,
+            hosts=hosts,
+            cors_origins=cors_origins,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+        ),
+        nats=nats,
+        keys=keys,
+        open_bus=open_bus,
+        policy=policy,
+        prefix_cache=prefix_cache,
+        pull_tokens_min=pull_tokens_min,
+        wire_dtype=wire_dtype,
+        plane_encryption=plane_encryption,
+        store=store,
+        store_bytes=store_mib * 1024 * 1024,
+        store_dir=store_dir,
+        kv_bytes=kv_mib * 1024 * 1024,
+        token_budget=token_budget,
+        block_size=block_size,
+        engine=engine,
+        engine_args=parse_engine_args(engine_args),
+        engine_kv_bytes=engine_kv_mib * 1024 * 1024,
+        num_threads=threads,
+        replicate=replicate,
+        drain_s=drain_s,
+        otlp_endpoint=otlp,
+        sample_ratio=sample_ratio,
+    )
+    raise typer.Exit(run_up(options))
+
+
+@app.command()
+def serve(
+    role: Annotated[RoleName, typer.Argument(help="Which service.")],
+    config: Annotated[Path, typer.Option(help="The mesh's configuration, mesh.toml.")],
+    id: Annotated[str, typer.Option("--id", help="This service's name; role and host name if left out.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="A gateway's port; mesh.toml's if 0.")] = 0,
+    metrics_port: Annotated[
+        int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
+    ] = -1,
+    device: Annotated[str, typer.Option(help="A worker's: auto, cpu, cuda, cuda:N; mesh.toml's if left out.")] = "",
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="What computes; mesh.toml's if left out. Workers, stores and gateways must agree."),
+    ] = None,
+    keys: Annotated[str, typer.Option(help="Folder of the roles' keys for the bus; mesh.toml's if left out.")] = "",
+    supervised: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run one service of a mesh until SIGTERM."""
+    from services.launch.serve import Overrides, run_service
+
+    metrics = None if metrics_port < 0 else metrics_port
+    overrides = Overrides(gateway=port or None, metrics=metrics, device=device, engine=engine, keys=keys)
+    run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
+
+
+@app.command()
+def bus_config(
+    folder: Annotated[Path, typer.Argument(help="Where to write them; only you may read it.")],
+    host: Annotated[
+        str, typer.Option(help="Names and addresses by which the server is reached, with commas between: TLS.")
+    ] = "",
+) -> None:
+    """Make the keys of a mesh whose NATS server is your own, and the part of its configuration that knows them."""
+    from services.cli.bus_config import run_bus_config
+
+    run_bus_config(folder, parse_list(host))
+
+
+@app.command()
+def status(
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the workers and what they are doing."""
+    from services.cli.running import BusOptions
+    from services.cli.status import run_status
+
+    run_status(BusOptions(nats, creds, operator), as_json=json)
+
+
+@app.command()
+def purge(
+    stores: Annotated[
+        bool, typer.Option("--store", help="The stores forget all, also what lies on disk or a server.")
+    ] = False,
+    holder: Annotated[str, typer.Option(help="This worker or store forgets all that it keeps.")] = "",
+    tenant: Annotated[str | None, typer.Option(help="Everybody forgets what is this tenant's.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everybody forgets all.")] = False,
+    nats: NatsOption = "",
+    creds: OperatorCreds = "",
+) -> None:
+    """Have KV forgotten that was kept for later prompts. What runs goes on; what comes is computed anew."""
+    from services.cli.purge import Purge, run_purge
+    from services.cli.running import BusOptions
+
+    run_purge(BusOptions(nats, creds, operator=True), Purge(stores, holder, tenant, everything))
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Which one; `kvmesh status` names them.")],
+    force: Annotated[bool, typer.Option("--force", help="Also the last of its role: what runs is finished.")] = False,
+    nats: NatsOption = "",
+    creds: OperatorCreds = "",
+) -> None:
+    """Have a worker leave at once: its answers go on elsewhere, its hottest KV too. It is not started again."""
+    from services.cli.drain import run_drain
+    from services.cli.running import BusOptions
+
+    run_drain(BusOptions(nats, creds, operator=True), worker, forced=force)
+
+
+@app.command()
+def restart(
+    rolling: Annotated[bool, typer.Option("--rolling", help="One after another; the only way there is.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also where nobody stands in for the last of a role.")] = False,
+    nats: NatsOption = "",
+    creds: OperatorCreds = "",
+) -> None:
+    """Start every worker again, one after another: answers go on, and what is cached is kept elsewhere meanwhile."""
+    from services.cli.drain import run_restart
+    from services.cli.running import BusOptions
+
+    if not rolling:
+        raise UserError("say --rolling: workers are started again one after another, never all at once")
+    run_restart(BusOptions(nats, creds, operator=True), forced=force)
+
+
+@app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The last request if left out.")] = "",
+    folder: Annotated[Path | None, typer.Option(help="Where span files lie; the last `kvmesh up` if left out.")] = None,
+    slowest: Annotated[
+        bool, typer.Option("--slowest", help="The one that waited longest for its first token.")
+    ] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="The last one that the mesh failed.")] = False,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="With `--failed`: those too in which the client was wrong (400).")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="A line each; with --slowest or --failed those.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Of `--list`.")] = 20,
+) -> None:
+    """Show one request's trace as a waterfall."""
+    from services.cli.running import trace_dir
+    from services.cli.trace import show_chosen, show_trace
+
+    spans = folder or trace_dir()
+    if rejected and not failed:
+        raise UserError("--rejected adds to --failed: pass both")
+    if not (slowest or failed or list_):
+        show_trace(spans, request_id or None)
+    elif request_id:
+        raise UserError("name a request, or have one chosen: not both")
+    else:
+        show_chosen(spans, slowest=slowest, failed=failed, rejected=rejected, limit=limit if list_ else 0)
+
+
+@app.command()
+def top(
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
+    once: Annotated[bool, typer.Option("--once", help="Listen for a moment, print one frame, and end.")] = False,
+) -> None:
+    """Show what the mesh does, live. Ctrl-C ends it."""
+    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.cli.top import watch
+    from services.runtime import run_until_signal
+
+    options = BusOptions(nats, creds, operator)
+    access = access_of(options, mesh_meant(options))
+    run_until_signal(lambda stop: watch(access, stop, once=once))
+
+
+@app.command()
+def tail(
+    request_id: Annotated[str, typer.Argument(help="All requests if left out.")] = "",
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
+) -> None:
+    """Follow what the bus says of a request, in order, until its end."""
+    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.cli.tail import tail as follow
+    from services.runtime import run_until_signal
+
+    options = BusOptions(nats, creds, operator)
+    access = access_of(options, mesh_meant(options))
+    run_until_signal(lambda stop: follow(access, request_id, stop))
+
+
+def run() -> None:
+    """Run the command. A UserError becomes one line on standard error and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red]error:[/red] {escape(str(error))}")
+        sys.exit(2)

@@ -1,0 +1,42 @@
+"""SIGTERM from the first moment of a process on, before a loop hears it. Imports nothing that takes time.
+
+The kernel keeps a signal that has no handler from process 1, which a service is in a container; and Python calls
+handlers only between two of its own steps, not while a library loads weights. So a handler ends the process as an
+exception does, and a thread ends it where that takes too long.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+UNWINDING_S = 1.0
+"""What the main thread has to end by itself: a service that is still starting is gone within two seconds."""
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+def end_when_told() -> None:
+    """From now on SIGTERM ends this process, until a loop that hears it runs (`run_until_signal`)."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)  # written as the signal comes, whatever the main thread does
+    signal.signal(signal.SIGTERM, _unwind)
+    threading.Thread(target=_end_late, args=(told,), name="end when told", daemon=True).start()
+
+
+def _unwind(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut short what the first has begun
+    sys.exit(EXIT_CODE)
+
+
+def _end_late(told: int) -> None:
+    while signal.SIGTERM not in os.read(told, 64):
+        pass
+    time.sleep(UNWINDING_S)
+    # Not imported: the main thread may be in the middle of it, and then there is no arena.
+    if arenas := sys.modules.get("dataplane.memory.arena"):
+        arenas.unlink_owned()
+    os._exit(EXIT_CODE)

@@ -1,0 +1,75 @@
+"""SIGTERM before a service runs: the process ends, as process 1 too, whatever it does, and leaves no arena."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataplane.memory.arena import SHM_DIR
+from services.ending import EXIT_CODE
+
+LIMIT_S = 60.0
+START = """
+import time
+from services.ending import end_when_told
+end_when_told()
+from dataplane.memory.arena import Arena
+arena = Arena.create_bytes(4096)
+print(arena.name, flush=True)
+"""
+RUNS = "while True: pass"
+"""The exception of the handler ends it."""
+HEARS_NOTHING = """
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+"""As a library that runs for long: only the thread ends it."""
+AS_PROCESS_1 = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+def may_be_process_1() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run([*AS_PROCESS_1, "true"], capture_output=True, check=False).returncode
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("doing", [RUNS, HEARS_NOTHING])
+def test_a_signal_ends_what_has_not_begun_to_serve(doing: str) -> None:
+    with started(sys.executable, "-c", START + doing) as process:
+        assert process.stdout is not None
+        arena = SHM_DIR / process.stdout.readline().strip()
+        assert arena.exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == EXIT_CODE
+        assert not arena.exists()
+
+
+@pytest.mark.skipif(not may_be_process_1(), reason="no namespace of processes may be made here")
+@pytest.mark.parametrize("doing", [RUNS, HEARS_NOTHING])
+def test_a_signal_ends_process_1(doing: str) -> None:
+    with started(*AS_PROCESS_1, sys.executable, "-c", START + doing) as unshare:
+        assert unshare.stdout is not None
+        arena = SHM_DIR / unshare.stdout.readline().strip()
+        assert arena.name.startswith("kvmesh-1-")
+        (child,) = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        assert unshare.wait(LIMIT_S) == EXIT_CODE
+        assert not arena.exists()
