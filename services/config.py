@@ -169,7 +169,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queued: int = 1_024
     """Requests that may wait for blocks on one worker; one more is refused."""
     num_threads: int = 0
-    """Threads of one worker's tensor operations; 0: the machine's cores shared out over its workers."""
+    """Threads of one worker's tensor operations; 0: one for each core that the process may use; `kvmesh up` shares
+    those out over its workers."""
     device: str = "auto"
     """Where the model runs and its KV lies: cpu, cuda (the first card), cuda:N, or auto (a card if there is one)."""
     staging_bytes: int = 64 * 1024 * 1024

@@ -202,7 +202,7 @@ def _with_engine(role: str, config: MeshConfig, name: EngineName | None) -> Mesh
         return config
     from services.launch.engine_choice import in_place_of_the_files
 
-    return in_place_of_the_files(config, name, num_workers=int(role not in ("store", "gateway")))
+    return in_place_of_the_files(config, name)
 
 
 async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:

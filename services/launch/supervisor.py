@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import msgspec
 from rich.markup import escape
 from rich.progress import Progress
 
+from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import remove_stale_arenas
 from schemas.ids import new_id
 from schemas.permissions import PEOPLE
@@ -48,6 +48,7 @@ from services.config import (
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
+from services.engine.memory import check_memory
 from services.errors import BrokerRefusesError, UserError
 from services.files import open_private, private_folder, write_private
 from services.launch.engine_choice import with_engine
@@ -247,6 +248,7 @@ class Supervisor:
         config = self._config(self._ports[0])
         at_scale(config)  # what cannot be is refused before anything is started
         self._time_scale = config.times.scale
+        self._check_memory(config)
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not options.keys:
@@ -373,7 +375,7 @@ class Supervisor:
     def _config(self, port: int) -> MeshConfig:
         options, checkpoint = self._options, self.checkpoint
         assert checkpoint is not None
-        num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // len(options.workers))
+        num_threads = options.num_threads or max(1, usable_cores() // len(options.workers))
         on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
         config = MeshConfig(
             nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir), open=self.has_open_bus),
@@ -409,6 +411,12 @@ class Supervisor:
         )
         return apply_environment(self._with_engine(config, checkpoint))
 
+    def _check_memory(self, config: MeshConfig) -> None:
+        assert self.checkpoint is not None
+        num_workers = sum(not is_card(self.devices.get(name, "cpu")) for name in self._options.workers)
+        store_bytes = config.store.memory_bytes if self._options.store else 0
+        check_memory(config, self.checkpoint, available_bytes(), num_workers=num_workers, store_bytes=store_bytes)
+
     def _with_engine(self, config: MeshConfig, checkpoint: Checkpoint) -> MeshConfig:
         options = self._options
         return with_engine(
@@ -418,7 +426,6 @@ class Supervisor:
             block_size=options.block_size,
             kv_bytes=options.engine_kv_bytes,
             args=options.engine_args,
-            num_workers=len(options.workers),
         )
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:

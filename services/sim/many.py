@@ -1,12 +1,12 @@
 """Many simulations, spread over the machine's cores."""
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
+from dataplane.machine import usable_cores
 from services.sim.verdict.answers import Verdict
 from services.sim.world import SimOptions, simulate
 
@@ -50,7 +50,7 @@ def run_many(
     `num_jobs` 0: one process for each core. `on_batch` is called with each part as it is done.
     """
     tasks = list(_tasks(seed, num_requests))
-    jobs = min(num_jobs or os.cpu_count() or 1, len(tasks))
+    jobs = min(num_jobs or usable_cores(), len(tasks))
     if jobs <= 1:
         return _sum(_each(tasks, options, on_batch))
     context = multiprocessing.get_context("spawn")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.carriers.host import HostArena
+from dataplane.machine import available_bytes
 from dataplane.memory.arena import ArenaTooLargeError
 from dataplane.memory.content_tags import BlockContents
 from schemas.ids import WorkerId
@@ -48,9 +49,12 @@ class StoreParts:
 
 def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     """Map the memory and read what the tier behind it has. Raises UserError: a bad URL, an unwritable folder, a server
-    that does not answer, a bound that holds no block."""
+    that does not answer, a bound that holds no block, too little memory."""
     credentials = holder_credentials(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
+    needed, available = config.store.memory_bytes, available_bytes()
+    if available is not None and needed > available:
+        raise UserError(f"store.memory_bytes = {needed}, and {available} bytes are free: lower it")
     return make_parts(
         config,
         store_id,

@@ -11,6 +11,7 @@ from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.host import HostArena
 from dataplane.carriers.kv_arena import KVArena
+from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
@@ -22,6 +23,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.grammar import Grammars
 from services.engine.interface import PlacedEngine, StartGrammar, Steps
+from services.engine.memory import check_memory
 from services.engine.tokenizer import read_tokenizer
 from services.errors import UserError
 from services.trust.credentials import HolderCredentials, holder_credentials
@@ -78,7 +80,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     context_length, token_budget = checkpoint.context_length, settings.token_budget
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
-    placed = _place(checkpoint, shape, settings, config.engine)
+    placed = _place(config, checkpoint, shape)
     tokenizer = read_tokenizer(Path(checkpoint.path))
     ends = tokenizer.ends(checkpoint)
     log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
@@ -110,6 +112,10 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     )
 
 
+def threads_of(settings: WorkerConfig) -> int:
+    return settings.num_threads or usable_cores()
+
+
 class _Placed(NamedTuple):
     """An arena, what computes in it, and where: "cpu", a card's number and name, or vLLM's version."""
 
@@ -119,11 +125,14 @@ class _Placed(NamedTuple):
     library_metrics: str = ""
 
 
-def _place(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig, engine: EngineConfig) -> _Placed:
+def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape) -> _Placed:
     """Return an arena and an engine on the device that is asked for. Raises UserError."""
-    if engine.name == "vllm":
-        return _on_vllm(checkpoint, shape, settings, engine)
-    card = card_of(settings.device)
+    settings, is_vllm = config.worker, config.engine.name == "vllm"
+    card = None if is_vllm else card_of(settings.device)
+    if card is None:
+        check_memory(config, checkpoint, available_bytes(), num_workers=1)
+    if is_vllm:
+        return _on_vllm(checkpoint, shape, settings, config.engine)
     if card is None:
         placed = _on_cpu(checkpoint, shape, settings)
     else:
@@ -139,8 +148,7 @@ def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -
 
     arena = _host_arena(shape)
     try:
-        num_threads = max(1, settings.num_threads)
-        engine = load_engine(checkpoint, arena_buffer=arena.buffer, shape=shape, num_threads=num_threads)
+        engine = load_engine(checkpoint, arena_buffer=arena.buffer, shape=shape, num_threads=threads_of(settings))
     except BaseException:
         arena.close()
         raise
@@ -159,7 +167,7 @@ def _on_vllm(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig, 
             arena.buffer,
             shape,
             token_budget=settings.token_budget,
-            num_threads=max(1, settings.num_threads),
+            num_threads=threads_of(settings),
             kv_format=engine.kv_format,
             kv_bytes=engine.kv_bytes,
             args=engine.args,

@@ -12,15 +12,15 @@ from services.cli.app import app
 from services.config import MeshConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.memory import check_memory
 from services.engine.vllm_engine import formats
 from services.engine.vllm_engine.formats import installed_version
 from services.errors import UserError
-from services.launch import engine_choice
-from services.launch.engine_choice import check_memory, in_place_of_the_files, with_engine
+from services.launch.engine_choice import in_place_of_the_files, with_engine
 from services.launch.serve import Overrides, run_service
 
 MIB = 1 << 20
-CHOICE: dict[str, Any] = {"name": "vllm", "block_size": 0, "kv_bytes": 0, "args": {}, "num_workers": 2}
+CHOICE: dict[str, Any] = {"name": "vllm", "block_size": 0, "kv_bytes": 0, "args": {}}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "installed_version", lambda: "9.9")
     monkeypatch.setattr(formats, "_cpu_flags", frozenset)
     monkeypatch.setattr(formats.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(engine_choice, "available_bytes", lambda: 1 << 40)
 
 
 def test_vllm_has_its_block_size_and_format(checkpoint: Checkpoint) -> None:
@@ -59,12 +58,12 @@ def test_our_own_engine_stays_as_it_was(checkpoint: Checkpoint) -> None:
 def test_a_service_takes_an_engine_in_place_of_the_file_s(checkpoint: Checkpoint) -> None:
     """`kvmesh serve --engine`: what `kvmesh up` would have written, and back."""
     written = with_engine(MeshConfig(), checkpoint, **CHOICE)
-    assert in_place_of_the_files(MeshConfig(), "vllm", 1) == written
-    assert in_place_of_the_files(written, "vllm", 1) is written
-    own = in_place_of_the_files(written, "transformers", 1)
+    assert in_place_of_the_files(MeshConfig(), "vllm") == written
+    assert in_place_of_the_files(written, "vllm") is written
+    own = in_place_of_the_files(written, "transformers")
     assert (own.engine.name, own.engine.kv_format, own.worker.block_size) == ("transformers", "", 32)
     larger = MeshConfig(worker=WorkerConfig(block_size=64))
-    assert in_place_of_the_files(larger, "vllm", 1).worker.block_size == 64
+    assert in_place_of_the_files(larger, "vllm").worker.block_size == 64
 
 
 @pytest.mark.parametrize("role", ["prefill", "store", "gateway"])
@@ -89,12 +88,24 @@ def test_what_vllm_cannot_do_is_refused(checkpoint: Checkpoint) -> None:
 
 def test_memory_is_looked_at_first(checkpoint: Checkpoint) -> None:
     config = with_engine(MeshConfig(worker=WorkerConfig(kv_bytes=512 * MIB)), checkpoint, **CHOICE)
-    check_memory(config, checkpoint, 2, None)
-    check_memory(config, checkpoint, 2, 4 << 30)
-    with pytest.raises(UserError, match=r"3 workers on vLLM need about 5\.4 GiB .* and 4\.0 are free: lower --kv-mib"):
-        check_memory(config, checkpoint, 3, 4 << 30)
+    check_memory(config, checkpoint, None, num_workers=2)
+    check_memory(config, checkpoint, 4 << 30, num_workers=2)
+    with pytest.raises(UserError, match=r"3 .* need about 5\.4 GiB .* vLLM's .* and 4\.0 are free: lower --kv-mib"):
+        check_memory(config, checkpoint, 4 << 30, num_workers=3)
     own_pool = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, kv_bytes=64 * MIB))
-    check_memory(own_pool, checkpoint, 2, 3 << 30)
+    check_memory(own_pool, checkpoint, 3 << 30, num_workers=2)
+
+
+def test_memory_for_our_own_engine_and_a_store(checkpoint: Checkpoint) -> None:
+    config = MeshConfig(worker=WorkerConfig(kv_bytes=512 * MIB))
+    check_memory(config, checkpoint, 2 << 30, num_workers=2)
+    with pytest.raises(UserError, match=r"4 .* need about 2\.8 GiB \(each has 0\.5 of arena.* and 2\.0 are free"):
+        check_memory(config, checkpoint, 2 << 30, num_workers=4)
+    with pytest.raises(UserError, match=r"2 .* need .* the store 2\.0\) and 2\.0 are free"):
+        check_memory(config, checkpoint, 2 << 30, num_workers=2, store_bytes=2 << 30)
+    large = msgspec.structs.replace(checkpoint, num_bytes=8 << 30, dtype="bfloat16")
+    with pytest.raises(UserError, match=r"1 .* need .* 16\.0 of weights"):
+        check_memory(config, large, 12 << 30, num_workers=1)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])

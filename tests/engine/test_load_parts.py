@@ -88,6 +88,24 @@ def test_without_a_card_all_is_as_it_was(model: str, device: str, monkeypatch: p
         parts.arena.close()
 
 
+@pytest.mark.parametrize("engine", [EngineConfig(), EngineConfig(name="vllm", kv_format="a")])
+def test_a_worker_that_does_not_fit_takes_nothing(
+    model: str, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.parts.available_bytes", lambda: 128 << 20)
+    config = msgspec.structs.replace(config_of(model, "cpu", block_size=32), engine=engine)
+    before = arenas()
+    with pytest.raises(UserError, match=r"1 worker\(s\) need about .* and 0\.1 are free: lower --kv-mib"):
+        load_parts(config, "decode", WorkerId("decode-0"))
+    assert arenas() == before
+
+
+def test_a_store_that_does_not_fit_takes_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.store.load.available_bytes", lambda: 1 << 19)
+    with pytest.raises(UserError, match=r"store\.memory_bytes = 1048576, and 524288 bytes are free: lower it"):
+        load_store(config_of(model, "cpu"), "store-0")
+
+
 def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str, made: Made) -> None:
     before = arenas()
     parts = load(model, "cuda:3")

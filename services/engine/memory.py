@@ -1,0 +1,37 @@
+"""Whether there is memory for what is to be started: said in a line, in place of a kill by the kernel."""
+
+from dataplane.blocks.layout import ITEM_BYTES
+from services.config import MeshConfig, dtype_of
+from services.engine.checkpoint import Checkpoint, default_shape, layout_for
+from services.engine.vllm_engine import formats
+from services.errors import UserError
+
+GIB = 1 << 30
+PROCESS_BYTES = 200 << 20
+"""What a worker's process takes at least beside weights and KV, with our own engine."""
+
+
+def check_memory(
+    config: MeshConfig, checkpoint: Checkpoint, available: int | None, *, num_workers: int, store_bytes: int = 0
+) -> None:
+    """Raise UserError where so many workers on the CPU, and stores, need more than `available` bytes; None: nobody
+    knows."""
+    arena = config.worker.kv_bytes
+    dtype = dtype_of(config, checkpoint.dtype)
+    weights = checkpoint.num_bytes * ITEM_BYTES[dtype] // ITEM_BYTES.get(checkpoint.dtype, ITEM_BYTES[dtype])
+    each = {"of arena": arena, "of weights": weights}
+    process = PROCESS_BYTES
+    if config.engine.name == "vllm":
+        budget = config.worker.token_budget
+        layout = layout_for(config, checkpoint)
+        shape = default_shape(layout, arena, context_length=checkpoint.context_length, token_budget=budget)
+        each["of vLLM's own KV"] = config.engine.kv_bytes or formats.pool_bytes(shape, budget)
+        process = formats.PROCESS_BYTES
+    needed = num_workers * (sum(each.values()) + process) + store_bytes
+    if available is not None and needed > available:
+        parts = ", ".join(f"{size / GIB:.1f} {what}" for what, size in each.items())
+        store = f", the store {store_bytes / GIB:.1f}" if store_bytes else ""
+        raise UserError(
+            f"{num_workers} worker(s) need about {needed / GIB:.1f} GiB (each has {parts}{store}) and "
+            f"{available / GIB:.1f} are free: lower --kv-mib or the number of workers"
+        )
