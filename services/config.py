@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dataplane.addresses import is_loopback
 from dataplane.times import PaceMs, Wait, WaitMs
 from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
 from services.files import write_private
-from services.ports import is_loopback
 from services.presence import OVERDUE_PINGS
 from services.times import Times, TimeScale, scaled
 

@@ -2,13 +2,13 @@
 with the reader's Open, and is over with End, with Fail, or when the reader has gone."""
 
 import contextlib
-import ipaddress
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from dataplane import limits
+from dataplane.addresses import is_loopback
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import Ticket, TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
@@ -224,14 +224,7 @@ class HolderStream:
     def _encrypts(self, wanted: Open) -> bool:
         if wanted.carrier != tcp.NAME or self._context.encryption == "off":
             return False
-        return self._context.encryption == "on" or not _is_loopback(self._peer)
-
-
-def _is_loopback(peer: str) -> bool:
-    try:
-        return ipaddress.ip_address(peer).is_loopback
-    except ValueError:
-        return False
+        return self._context.encryption == "on" or not is_loopback(self._peer)
 
 
 def _code_of(refusal: _Refusal) -> RefusalCode:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane import limits
+from dataplane.addresses import listen
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
@@ -154,8 +155,7 @@ class PlaneServer:
 
     def _listen(self) -> None:
         if set(self.options.carriers) - {loopback.NAME}:
-            address = (self.options.host, self.options.port)
-            listener = self._listener = socket.create_server(address, backlog=limits.BACKLOG)
+            listener = self._listener = listen(self.options.host, self.options.port, limits.BACKLOG)
             self._port = listener.getsockname()[1]
             self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
             self._acceptor.start()

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dataplane.addresses import own_address
 from services.bus import limits
 from services.errors import UserError
 from services.files import open_private, private_folder, write_private
@@ -26,7 +27,7 @@ _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform.startswith("linux"
 """Loaded here: between fork and exec nothing may be imported or allocated that another thread could have locked."""
 
 _CONFIG = """\
-host: "127.0.0.1"
+host: "{host}"
 port: {port}
 server_name: "kvmesh"
 max_payload: {max_payload}
@@ -64,6 +65,7 @@ class EmbeddedNats:
         private_folder(folder)
         logfile, config = folder / "nats.log", folder / "nats.conf"
         settings = _CONFIG.format(
+            host=own_address(),
             port=port,
             max_payload=limits.MAX_PAYLOAD_BYTES,
             logfile=json.dumps(str(logfile)),

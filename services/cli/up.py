@@ -17,13 +17,13 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from dataplane.addresses import IPV4_LOOPBACK, is_loopback, own_address
 from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import GatewayConfig, is_card, parse_list, state_dir
 from services.errors import UserError
 from services.files import open_private, private_folder, write_private
 from services.launch.supervisor import Supervisor, UpOptions
-from services.ports import is_loopback
 from services.runtime import ended_before
 from services.trust.keys import credentials_file
 
@@ -53,6 +53,8 @@ def gateway_config(
         raise UserError(
             f"--host {host} lets others in: pass --api-key KEY or --tenants FILE, or --no-auth to ask nobody for a key"
         )
+    if host == IPV4_LOOPBACK:
+        host = own_address()  # of a machine without IPv4
     own_names = () if is_loopback(host) else (socket.gethostname(),)
     try:
         return GatewayConfig(

@@ -18,10 +18,10 @@ import uvicorn
 from litestar.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dataplane.addresses import BACKLOG
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.guard import refuse_busy
-from services.ports import BACKLOG
 from services.times import GatewayTimes
 
 

@@ -14,6 +14,7 @@ import msgspec
 from rich.markup import escape
 from rich.progress import Progress
 
+from dataplane.addresses import EVERYWHERE, in_url, own_address
 from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import remove_stale_arenas
 from schemas.ids import new_id
@@ -220,7 +221,9 @@ class Supervisor:
         """The addresses of the services' metrics, for Prometheus' file discovery. A service that is started again
         keeps its own."""
         return [
-            MetricsTarget(targets=[f"127.0.0.1:{self._metrics_ports[name]}"], labels={"service": name, "role": role})
+            MetricsTarget(
+                targets=[f"{in_url(own_address())}:{self._metrics_ports[name]}"], labels={"service": name, "role": role}
+            )
             for role, name in self._options.services
             if name in self._metrics_ports
         ]
@@ -394,6 +397,7 @@ class Supervisor:
                 token_budget=options.token_budget,
                 num_threads=num_threads,
                 device=on_card,
+                plane_host=own_address(),
                 carrier=options.carrier,
                 prefix_cache=options.prefix_cache,
                 twins=options.twins,
@@ -404,6 +408,7 @@ class Supervisor:
             ),
             store=_store_config(options),
             telemetry=TelemetryConfig(
+                metrics_host=own_address(),
                 otlp_endpoint=options.otlp_endpoint,
                 trace_dir=str(self.trace_dir),
                 sample_ratio=options.sample_ratio,
@@ -531,8 +536,8 @@ def _distinct_ports(names: list[str]) -> dict[str, int]:
 
 def _url(gateway: GatewayConfig, port: int) -> str:
     """Return where this machine reaches a gateway."""
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
-    return f"{'https' if gateway.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    host = own_address() if gateway.host in EVERYWHERE else gateway.host
+    return f"{'https' if gateway.tls_cert else 'http'}://{in_url(host)}:{port}"
 
 
 def _free_ports(host: str, first: int, count: int) -> list[int]:

@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from dataplane.addresses import is_loopback
 from services.config import OtlpTarget
-from services.ports import is_loopback
 from services.telemetry.context import parse_traceparent
 from services.telemetry.names import Key, SpanName
 from services.telemetry.record import SpanRecord

@@ -14,13 +14,13 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from dataplane.addresses import is_loopback
 from schemas.ids import is_subject_token, new_id
 from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
 from schemas.subjects import Role
 from services.config import MeshConfig, fresh_secret
 from services.errors import UserError
 from services.files import private_folder, write_private
-from services.ports import is_loopback
 from services.trust import nats_jwt
 from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, BrokerCertificate, new_certificate
 from services.trust.credentials import TenantSigner

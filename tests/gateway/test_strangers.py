@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.bodies import Bodies
-from services.gateway.api.guard import NotNowError, tenant_of
+from services.gateway.api.guard import HostGuard, NotNowError, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import ChatBody, CompletionBody, decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, prepare
@@ -366,6 +366,33 @@ async def test_another_sites_name_is_refused(rig: Rig, host: str) -> None:
 async def test_own_names_are_known(open_rig: OpenRig, host: str) -> None:
     async with open_rig(gateway={"hosts": ("chat.example.org",)}) as rig:
         assert (await rig.http.get("/health", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("connected_to", "host", "is_ours"),
+    [
+        ("::ffff:10.0.0.2", "10.0.0.2:8000", True),  # a socket for both kinds of addresses has IPv4's like this
+        ("fd00::2", "[fd00:0::2]:8000", True),
+        ("fd00::2", "[fd00::3]:8000", False),
+        ("::ffff:10.0.0.2", "10.0.0.3", False),
+        ("10.0.0.2", "10.0.0.2", True),
+    ],
+)
+async def test_the_address_that_a_client_has_connected_to_is_ours(connected_to: str, host: str, is_ours: bool) -> None:
+    served, said = list[Any](), list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope)
+
+    async def hear() -> Any:
+        return {"type": "http.request"}
+
+    async def say(message: Any) -> None:
+        said.append(message.get("status"))
+
+    scope = {"headers": [(b"host", host.encode())], "server": (connected_to, 8000), "method": "GET"}
+    await HostGuard(app, (), 0.0)(scope, hear, say)  # type: ignore[arg-type]
+    assert (bool(served), 421 in said) == (is_ours, not is_ours)
 
 
 async def test_two_hosts_are_none(rig: Rig) -> None:

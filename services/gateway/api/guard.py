@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from dataplane.addresses import address_of, is_loopback
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.replies import (
@@ -19,7 +20,6 @@ from services.gateway.api.replies import (
     retry_after_of,
 )
 from services.gateway.request.events import FailRequest
-from services.ports import is_loopback
 
 Headers = Mapping[str, str]
 
@@ -79,8 +79,10 @@ class HostGuard:
         await EarlyRefusal(reply, 421, self._linger_s)(scope, receive, send)
 
     def _is_ours(self, name: str, scope: Scope) -> bool:
-        server = scope["server"]
-        return name in self._hosts or is_loopback(name) or (server is not None and name == server[0])
+        if name in self._hosts or is_loopback(name):
+            return True
+        address, server = address_of(name), scope["server"]
+        return address is not None and server is not None and address == address_of(server[0])
 
 
 async def refuse_busy(linger_s: float, scope: Scope, receive: Receive, send: Send) -> None:

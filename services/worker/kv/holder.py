@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from dataplane.addresses import EVERYWHERE
 from dataplane.blocks.layout import ArenaShape, BlockTables, block_ids, num_distinct_blocks
 from dataplane.blocks.ticket import Ticket
 from dataplane.carriers.kv_arena import KVArena
@@ -81,7 +82,7 @@ class KVHolder(Generic[MemoryT]):
     def start(self, config: WorkerConfig, times: PlaneTimes) -> None:
         """Serve reads."""
         advertise_host = config.advertise_host
-        if not advertise_host and config.plane_host == "0.0.0.0":
+        if not advertise_host and config.plane_host in EVERYWHERE:
             advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
         options = ServerOptions(
             carriers=self.arena.offered(config.carrier),

@@ -1,0 +1,62 @@
+"""Addresses of IPv4 and IPv6: which of them are this machine's own, and how a server listens on one."""
+
+import functools
+import ipaddress
+import socket
+
+BACKLOG = 2_048
+IPV4_LOOPBACK, IPV6_LOOPBACK = "127.0.0.1", "::1"
+EVERYWHERE = ("", "0.0.0.0", "::")
+
+
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a text is; None: it is a name. One of IPv4 within IPv6 (::ffff:127.0.0.1), as a socket
+    for both has it, is the former."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a name or address is reached from this machine alone."""
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+@functools.cache
+def own_address() -> str:
+    """Return the address of this machine that no other reaches: IPv4's, but where there is no IPv4."""
+    for host in (IPV4_LOOPBACK, IPV6_LOOPBACK):
+        try:
+            listen(host, 0).close()
+        except OSError:
+            continue
+        return host
+    return IPV4_LOOPBACK
+
+
+def in_url(host: str) -> str:
+    """Return a name or address as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
+    """Return a socket that listens there, `::` for IPv4 too. Raises OSError: also for a name that nobody knows."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    # With the protocol's number: asyncio sets TCP_NODELAY on no other, and the second write of an answer would wait for
+    # the client's delayed acknowledgement, 40 ms.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is free
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+        sock.bind(address)
+        # Listening makes the port ours: without it another process could bind it too.
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
