@@ -3,18 +3,26 @@
 import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+from dataplane.memory.arena import SHM_DIR
 from services.cli import app
+from services.ending import EXIT_CODE
 from tests.waiting import wait_until
 
 KVMESH = [sys.executable, "-m", "services.cli.main"]
+AS_PROCESS_1 = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child")
+"""As in a container: for process 1 the kernel does not end what has no handler for a signal."""
+ENDS_WITHIN_S = 10.0
+"""Two seconds on an idle machine."""
 QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
 
 
@@ -90,3 +98,29 @@ def arenas_of(pids: list[int]) -> list[Path]:
 def wait_until_gone(state_dir: Path) -> None:
     """After a kill the services notice by themselves; they take a moment."""
     wait_until(lambda: not our_processes(state_dir))
+
+
+def may_be_process_1() -> bool:
+    """Say whether a namespace of processes may be made here."""
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run([*AS_PROCESS_1, "true"], capture_output=True, check=False).returncode
+
+
+def child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def end_as_it_starts(config: Path, after_s: float, *options: str) -> float:
+    """Start a decode worker as process 1, tell it to end after so long, and return how long it took to."""
+    command = [*AS_PROCESS_1, *KVMESH, "serve", "decode", "--id", "decode-9", "--config", str(config), *options]
+    before = set(SHM_DIR.glob("kvmesh-1-*"))
+    with subprocess.Popen(command, text=True) as unshare:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise AssertionError(f"it ended by itself: {unshare.wait(after_s)}")
+        told_s = time.monotonic()
+        os.kill(child_of(unshare.pid), signal.SIGTERM)
+        assert unshare.wait(60) in (0, EXIT_CODE)
+    assert set(SHM_DIR.glob("kvmesh-1-*")) <= before
+    return time.monotonic() - told_s

@@ -2,17 +2,16 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dataplane.memory.arena import SHM_DIR
 from services.ending import EXIT_CODE
+from tests.cli.commands import AS_PROCESS_1, child_of, may_be_process_1
 
 LIMIT_S = 60.0
 START = """
@@ -33,13 +32,6 @@ while True:
         pass
 """
 """As a library that runs for long: only the thread ends it."""
-AS_PROCESS_1 = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child")
-
-
-def may_be_process_1() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return not subprocess.run([*AS_PROCESS_1, "true"], capture_output=True, check=False).returncode
 
 
 @contextlib.contextmanager
@@ -69,7 +61,6 @@ def test_a_signal_ends_process_1(doing: str) -> None:
         assert unshare.stdout is not None
         arena = SHM_DIR / unshare.stdout.readline().strip()
         assert arena.name.startswith("kvmesh-1-")
-        (child,) = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
-        os.kill(int(child), signal.SIGTERM)
+        os.kill(child_of(unshare.pid), signal.SIGTERM)
         assert unshare.wait(LIMIT_S) == EXIT_CODE
         assert not arena.exists()

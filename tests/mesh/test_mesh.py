@@ -24,7 +24,7 @@ from services.bus.typed import TypedBus
 from services.cli.trace import SpanRecord, find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
-from tests.cli.commands import QUESTION
+from tests.cli.commands import ENDS_WITHIN_S, QUESTION, end_as_it_starts, may_be_process_1
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.promises import same_tokens
 
@@ -295,6 +295,15 @@ def test_workers_join_and_leave_at_run_time(mesh: Mesh) -> None:
     assert worker.returncode == 0
     mesh.wait_until(lambda: "decode-9" not in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to leave")
     assert mesh.complete(fresh())["usage"]["kvmesh"]["decode_worker"] == "decode-0"
+
+
+@pytest.mark.skipif(not may_be_process_1(), reason="no namespace of processes may be made here")
+def test_a_worker_ends_whenever_it_is_told_to(mesh: Mesh) -> None:
+    for after_s in (0.5, 2, 5):
+        took_s = end_as_it_starts(mesh.run_dir / "mesh.toml", after_s)
+        print(f"told after {after_s} s: gone after {took_s:.2f} s")
+        assert took_s < ENDS_WITHIN_S
+    mesh.wait_until(lambda: "decode-9" not in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to leave")
 
 
 def test_status_shows_the_fleet(mesh: Mesh) -> None:

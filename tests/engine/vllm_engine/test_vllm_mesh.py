@@ -17,6 +17,7 @@ from services.config import MeshConfig
 from services.errors import UserError
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
+from tests.cli.commands import ENDS_WITHIN_S, end_as_it_starts, may_be_process_1
 from tests.engine.vllm_engine.conftest import World
 from tests.engine.vllm_engine.test_logprobs import TOLERANCE
 from tests.mesh.faults.actor import is_there
@@ -150,6 +151,16 @@ def test_shaped_choices_survive_everything(real_world: World, running_mesh: Runn
 def test_echoed_prompts_have_transformers_logarithms(running_mesh: RunningMesh, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     echoes_split_and_cached(running_mesh, tmp_path, OPTIONS, TOLERANCE)
+
+
+@pytest.mark.skipif(not may_be_process_1(), reason="no namespace of processes may be made here")
+def test_a_worker_ends_whenever_it_is_told_to(running_mesh: RunningMesh, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    with running_mesh(tmp_path, OPTIONS) as mesh:
+        for after_s in (0.5, 2, 5, 10):
+            took_s = end_as_it_starts(mesh.run_dir / "mesh.toml", after_s)
+            print(f"told after {after_s} s: gone after {took_s:.2f} s")
+            assert took_s < ENDS_WITHIN_S
 
 
 class MixedFleet(ForkedSupervisor):
