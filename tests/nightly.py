@@ -81,7 +81,10 @@ PARTS = (
     ),
     Part(
         "network", 4, "TLS, network namespaces",
-        files=("tests/bus/test_tls.py", "tests/gateway/test_tls.py", "tests/mesh/test_namespaces.py", "tests/mesh/test_addresses.py"),
+        files=(
+            "tests/bus/test_tls.py", "tests/gateway/test_tls.py", "tests/mesh/test_namespaces.py",
+            "tests/mesh/test_addresses.py",
+        ),
     ),
     Part("benches", 5, "the benchmarks' own tests", files=("tests/bench",)),
     Part("rest", 10, "every other case of the gate's matrices", targets=("test-rest",)),
