@@ -5,11 +5,13 @@ handlers only between two of its own steps, not while a library loads weights. S
 exception does, and a thread ends it where that takes too long.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
 from types import FrameType
 from typing import NoReturn
 
@@ -27,6 +29,20 @@ def end_when_told() -> None:
     threading.Thread(target=_end_late, args=(told,), name="end when told", daemon=True).start()
 
 
+@contextlib.contextmanager
+def leaving_at_once() -> Generator[None]:
+    """End the process behind the block, but where an error leaves it: Python itself would first take apart all that was
+    imported, which takes seconds, and no thread could end it meanwhile."""
+    code: object = 0
+    try:
+        yield
+    except SystemExit as ended:
+        code = ended.code
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    _leave(code if isinstance(code, int) else 1)
+
+
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut short what the first has begun
     sys.exit(EXIT_CODE)
@@ -36,7 +52,11 @@ def _end_late(told: int) -> None:
     while signal.SIGTERM not in os.read(told, 64):
         pass
     time.sleep(UNWINDING_S)
+    _leave(EXIT_CODE)
+
+
+def _leave(code: int) -> NoReturn:
     # Not imported: the main thread may be in the middle of it, and then there is no arena.
     if arenas := sys.modules.get("dataplane.memory.arena"):
         arenas.unlink_owned()
-    os._exit(EXIT_CODE)
+    os._exit(code)

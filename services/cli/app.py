@@ -12,6 +12,7 @@ from rich.markup import escape
 from services.cli.bench import bench
 from services.cli.simulate import simulate
 from services.config import Carrier, Dtype, EngineName, PlaneEncryption, WireDtype, parse_devices, parse_list
+from services.ending import leaving_at_once
 from services.errors import UserError
 
 app = typer.Typer(
@@ -191,7 +192,8 @@ def serve(
 
     metrics = None if metrics_port < 0 else metrics_port
     overrides = Overrides(gateway=port or None, metrics=metrics, device=device, engine=engine, keys=keys)
-    run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
+    with leaving_at_once():
+        run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
 
 
 @app.command()

@@ -49,8 +49,9 @@ def test_a_mesh_on_the_addresses_that_there_are(
         for url in urls:
             asked = ("curl", "-sf", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body)
             answer = json.loads(inside(*asked))
+            usage = answer["usage"]["kvmesh"]
             assert answer["choices"][0]["text"].strip() == "7412"
-            assert answer["usage"]["kvmesh"]["transferred_tokens"] > 0
+            assert usage["transferred_tokens"] + usage["cached_tokens"] > 0, usage
         workers = json.loads(inside(*KVMESH, "status", "--json"))["workers"]
         assert {load["worker"]["role"] for load in workers} == {"prefill", "decode"}
         for targets in json.loads((tmp_path / "metrics.json").read_text()):
