@@ -191,7 +191,7 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
 
 class ClaimName(Message, frozen=True, kw_only=True):
     """I live by this name: who else does? Asked by a service that starts, and after each reconnection; whoever else
-    lives by the name answers with its own claim, and the younger of them ends.
+    lives by the name answers with the claim that keeps it: the settled one, or else the lower token.
 
     `token` is the claim's own, `where` tells a person the machine and the process.
     """
@@ -199,8 +199,8 @@ class ClaimName(Message, frozen=True, kw_only=True):
     name: str
     token: str
     where: str
-    age_ms: Count
-    """How long it has lived."""
+    settled: bool
+    """It has heard of nobody else for as long as an answer may take."""
 
 
 class AskTime(Message, frozen=True, kw_only=True):

@@ -2,8 +2,10 @@
 
 Whoever starts asks on the name's own subject before it answers there: nobody serves it where the one before has died,
 so that a restart waits for nothing. Then it asks again, as another may have begun at the same moment, and after each
-reconnection, as another may have begun meanwhile: of two the older stays. Gateways need none of it: each has another
-name in each of its lives.
+reconnection, as another may have begun meanwhile. Who has heard of nobody for as long as an answer may take is settled,
+and stays; of two that are not, or both are, the lower token stays. What decides crosses the bus with each claim and
+does not change with the time a message takes, so that all who hear of each other agree. Gateways need none of it: each
+has another name in each of its lives.
 """
 
 import asyncio
@@ -11,49 +13,36 @@ import contextlib
 import os
 import secrets
 import socket
-import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+
+import msgspec
 
 from schemas import subjects
 from schemas.message import UndecodableMessageError, decode, encode
 from schemas.worker import ClaimName
-from services.bus.base import Bus, BusError, Subscription
+from services.bus.base import Bus, BusError, Delivery, Subscription
 from services.bus.typed import headers_of
 from services.errors import UserError
 
-TOGETHER_MS = 1_000
-"""Of two claims whose ages differ by less than this the tokens decide: ages are told with the delay of a message."""
+
+def new_claim(name: str) -> ClaimName:
+    """Return this process's claim to a name."""
+    where = f"{socket.gethostname()}, process {os.getpid()}"
+    return ClaimName(name=name, token=secrets.token_hex(8), where=where, settled=False)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """This process's own. `began_s`: by its monotonic clock."""
-
-    name: str
-    began_s: float
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    where: str = field(default_factory=lambda: f"{socket.gethostname()}, process {os.getpid()}")
-
-    def said(self, now_s: float) -> ClaimName:
-        age_ms = round(1000 * (now_s - self.began_s))
-        return ClaimName(name=self.name, token=self.token, where=self.where, age_ms=age_ms)
-
-    def yields_to(self, other: ClaimName, now_s: float) -> bool:
-        """Say whether the other one keeps the name: the two decide alike."""
-        ahead_ms = other.age_ms - self.said(now_s).age_ms
-        if abs(ahead_ms) < TOGETHER_MS:
-            return other.token < self.token
-        return ahead_ms > 0
+def yields_to(claim: ClaimName, other: ClaimName) -> bool:
+    """Say whether the other one keeps the name. It is an order: of any number of claims one yields to none."""
+    return (not other.settled, other.token) < (not claim.settled, claim.token)
 
 
 class NameHolder:
     """Answers for a name. `lost_to`: who keeps it in our place, upon which `stop` is set."""
 
-    def __init__(self, bus: Bus, claim: Claim, stop: asyncio.Event, within_s: float) -> None:
+    def __init__(self, bus: Bus, name: str, stop: asyncio.Event, within_s: float) -> None:
         self.lost_to: ClaimName | None = None
         self._bus = bus
-        self._claim = claim
+        self._claim = new_claim(name)
         self._stop = stop
         self._within_s = within_s
 
@@ -66,20 +55,24 @@ class NameHolder:
             )
 
     async def ask(self) -> None:
-        """Ask who else lives by the name. Where nobody answers, nobody does."""
-        question = self._claim.said(time.monotonic())
-        subject, headers = subjects.CLAIM.of(self._claim.name), headers_of(question, "")
+        """Ask who else lives by the name. Where nobody answers, nobody does. Of several only the first answer is heard:
+        if that one leaves us the name, we ask the others."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._within_s
+        subject, headers = subjects.CLAIM.of(self._claim.name), headers_of(self._claim, "")
         with contextlib.suppress(BusError):
-            delivery = await self._bus.request(subject, encode(question), headers, self._within_s)
-            self._is_of_another(delivery.payload)
+            while self.lost_to is None and (left_s := until_s - loop.time()) > 0:
+                self._hear(await self._bus.request(subject, encode(self._claim), headers, left_s))
 
     async def answer(self, subscription: Subscription) -> None:
-        """Tell whoever else asks of this claim: who keeps the name and who does not know at once."""
+        """Tell whoever else asks who keeps the name, and no more once it is not us."""
         async for delivery in subscription:
-            said = self._claim.said(time.monotonic())
-            if self._is_of_another(delivery.payload):
+            if self._hear(delivery):
+                kept = self.lost_to or self._claim
                 with contextlib.suppress(BusError):
-                    await delivery.respond(encode(said), headers_of(said, ""))
+                    await delivery.respond(encode(kept), headers_of(kept, ""))
+            if self.lost_to is not None:
+                await subscription.close()
 
     async def watch(self) -> None:
         """Ask again, now and whenever the bus has connected anew."""
@@ -88,17 +81,20 @@ class NameHolder:
             if num_connects != self._bus.num_connects:
                 num_connects = self._bus.num_connects
                 await self.ask()
+                if self.lost_to is not None:
+                    return
+                self._claim = msgspec.structs.replace(self._claim, settled=True)
             await asyncio.sleep(self._within_s)
 
-    def _is_of_another(self, payload: bytes) -> bool:
+    def _hear(self, delivery: Delivery) -> bool:
         """Say whether this is somebody else's claim. If that one keeps the name, ours ends."""
         try:
-            other = decode(payload, ClaimName)
+            other = decode(delivery.payload, ClaimName)
         except UndecodableMessageError:
             return False
         if other.token == self._claim.token:
             return False
-        if self._claim.yields_to(other, time.monotonic()):
+        if self.lost_to is None and yields_to(self._claim, other):
             self.lost_to = other
             self._stop.set()
         return True
@@ -108,7 +104,7 @@ class NameHolder:
 async def holding(bus: Bus, name: str, stop: asyncio.Event, within_s: float) -> AsyncGenerator[None]:
     """Hold a name for as long as the block runs. Raises UserError where somebody lives by it: at once, or at the end of
     the block, for which `stop` is set."""
-    holder = NameHolder(bus, Claim(name, time.monotonic()), stop, within_s)
+    holder = NameHolder(bus, name, stop, within_s)
     await holder.ask()
     holder.check()
     subscription = await bus.subscribe(subjects.CLAIM.of(name))

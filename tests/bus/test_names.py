@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import subjects
+from schemas.message import encode
+from schemas.worker import ClaimName
 from services.bus.base import Bus
+from services.bus.typed import headers_of
 from services.errors import UserError
-from services.launch.names import TOGETHER_MS, Claim, holding
+from services.launch.names import holding, yields_to
 from tests.bus.conftest import Connect
 from tests.waiting import PATIENCE_S, until
 
@@ -44,8 +47,7 @@ async def buses(connect: Connect) -> AsyncIterator[tuple[Bus, Bus]]:
 async def test_the_second_is_refused_and_told_where_the_first_lives(buses: tuple[Bus, Bus]) -> None:
     first = Living(buses[0])
     await first.began.wait()
-    # It is as young as the first, which may leave it the name: one of them goes on.
-    await asyncio.sleep(0)
+    # The first is not settled yet, and may leave it the name: one of them goes on.
     second = Living(buses[1])
     await asyncio.wait([first.task, second.task], return_when=asyncio.FIRST_COMPLETED)
     lost, kept = (second, first) if second.task.done() else (first, second)
@@ -90,13 +92,40 @@ async def test_who_answers_nothing_holds_no_name(buses: tuple[Bus, Bus]) -> None
         await living.end()
 
 
-@given(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 5))
-def test_the_two_decide_alike(one_ms: int, other_ms: int, delay_ms: int) -> None:
-    claims = [Claim(NAME, -age_ms / 1000, token) for token, age_ms in (("a", one_ms), ("b", other_ms))]
-    now_s, then_s = 0.0, delay_ms / 1000
-    verdicts = [claims[0].yields_to(claims[1].said(now_s), then_s), claims[1].yields_to(claims[0].said(now_s), then_s)]
-    difference = abs(one_ms - other_ms)
-    if not TOGETHER_MS - delay_ms - 1 <= difference <= TOGETHER_MS + delay_ms + 1:
-        assert verdicts[0] != verdicts[1]
-    if difference > TOGETHER_MS + delay_ms + 1:
-        assert verdicts[0] == (other_ms > one_ms), "the older stays"
+tokens = st.text("ab", max_size=3)
+claims = st.builds(ClaimName, name=st.just(NAME), token=tokens, where=st.just(""), settled=st.booleans())
+
+
+@given(st.lists(claims, min_size=1, max_size=6, unique_by=lambda claim: claim.token))
+def test_of_any_claims_one_yields_to_none(asked: list[ClaimName]) -> None:
+    """No circle, and the settled before the others, whatever was heard in which order."""
+    (kept,) = (claim for claim in asked if not any(yields_to(claim, other) for other in asked))
+    assert all(yields_to(other, kept) for other in asked if other is not kept)
+    assert kept.settled == any(claim.settled for claim in asked)
+
+
+async def test_the_settled_stays_whatever_the_tokens(buses: tuple[Bus, Bus]) -> None:
+    async with AsyncExitStack() as stack:
+        subscription = await buses[0].subscribe(subjects.CLAIM.of(NAME))
+        stack.push_async_callback(subscription.close)
+        settled = ClaimName(name=NAME, token="g", where="elsewhere", settled=True)  # above every token that is drawn
+        living = Living(buses[1])
+        question = await anext(aiter(subscription))
+        await question.respond(encode(settled), headers_of(settled, ""))
+        with pytest.raises(UserError, match="elsewhere"):
+            await living.task
+
+
+async def test_who_leaves_us_the_name_is_not_the_last_who_is_asked(buses: tuple[Bus, Bus]) -> None:
+    """The first answer is of one that yields; another one, which does not, is heard at the second question."""
+    async with AsyncExitStack() as stack:
+        subscription = await buses[0].subscribe(subjects.CLAIM.of(NAME))
+        stack.push_async_callback(subscription.close)
+        living = Living(buses[1])
+        questions = aiter(subscription)
+        for settled, where in ((False, "yields"), (True, "stays")):
+            question = await anext(questions)
+            said = ClaimName(name=NAME, token="g", where=where, settled=settled)
+            await question.respond(encode(said), headers_of(said, ""))
+        with pytest.raises(UserError, match="stays"):
+            await living.task

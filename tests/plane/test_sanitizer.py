@@ -8,7 +8,8 @@ import pytest
 
 from tests.gpu import needs_gpu
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
+# Of calls that return an error only we know which are wrong: NCCL asks the card for kernels that it may not have.
+TOOLS = {"memcheck": ["--report-api-errors=no"], "racecheck": [], "synccheck": []}
 FOUND = 9
 
 
@@ -21,7 +22,7 @@ def test_the_card_s_own_tests_are_clean(tool: str) -> None:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed: it comes with the CUDA toolkit")
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "tests/plane/test_device.py", "-k", "move"]
-    options = [f"--tool={tool}", "--target-processes=application-only", f"--error-exitcode={FOUND}"]
+    options = [f"--tool={tool}", *TOOLS[tool], "--target-processes=application-only", f"--error-exitcode={FOUND}"]
     done = subprocess.run([sanitizer, *options, *tests], capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -347,7 +347,7 @@ EXAMPLES: tuple[Message, ...] = (
     PingWorker(),
     AskTime(),
     TimeTold(unix_ns=1_800_000_000_000_000_001, age_ms=7, token="c0ffee"),
-    ClaimName(name="decode-0", token="0a1b2c3d4e5f6071", where="gpu-3, process 4711", age_ms=86_400_000),
+    ClaimName(name="decode-0", token="0a1b2c3d4e5f6071", where="gpu-3, process 4711", settled=True),
     WorkerAlive(**HOLDER, lag_ms=12),
     AskProgress(**REQUEST, index=4),
     Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0], is_waiting=True),
