@@ -37,7 +37,7 @@ def available_bytes() -> int | None:
 def _cgroups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and of those above it, as far as they are seen from here."""
     try:
-        lines = (PROC / "self/cgroup").read_text().splitlines()
+        lines = (PROC / "self/cgroup").read_text("utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -53,9 +53,9 @@ def _quota(folder: Path) -> tuple[float, float]:
     """Return how long the cgroup may compute in each period; no positive number: as long as it likes."""
     v2 = folder / "cpu.max"
     if v2.exists():
-        quota, period = v2.read_text().split()
+        quota, period = v2.read_text("utf-8").split()
     else:
-        quota, period = ((folder / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+        quota, period = ((folder / f"cpu.cfs_{what}_us").read_text("utf-8") for what in ("quota", "period"))
     return float(quota), float(period)
 
 
@@ -65,13 +65,13 @@ def _room(folder: Path) -> int:
         names, inactive = ("memory.max", "memory.current"), "inactive_file"
     else:
         names, inactive = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
-    limit, used = (int((folder / name).read_text()) for name in names)
+    limit, used = (int((folder / name).read_text("utf-8")) for name in names)
     return max(0, limit - used + _number_of(inactive, folder / "memory.stat"))
 
 
 def _number_of(name: str, file: Path) -> int:
     """Raises ValueError where the file has no such line."""
-    for line in file.read_text().splitlines():
+    for line in file.read_text("utf-8").splitlines():
         if line.split()[:1] == [name]:
             return int(line.split()[1])
     raise ValueError(f"{file} has no {name}")

@@ -2,6 +2,10 @@
 
 import msgspec
 
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+"""A message that is larger, headers included, is refused before it is sent. The broker's configuration says the same; a
+broker of one's own may take less (`services.bus.base.Bus.max_bytes`)."""
+
 DISCONNECTED = "_BROKER.disconnected"
 """A connection of the mesh has ended: `$SYS.ACCOUNT.*.DISCONNECT`, under a name of our own."""
 

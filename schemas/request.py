@@ -121,6 +121,8 @@ class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     """Whose request it is: KV is never shared between tenants."""
     moved_from: KVSource | None = None
     """Who has given the attempt before away, and what it says that it lends of the prompt."""
+    must_split: bool = False
+    """Two workers, or a refusal."""
 
 
 class Placement(RequestMessage, frozen=True, kw_only=True):

@@ -217,12 +217,17 @@ class TimeTold(Message, frozen=True, kw_only=True):
 
 
 class DescribeFleet(Message, frozen=True, kw_only=True):
-    """Asks a scheduler what it sees (`kvmesh status`, `/health`, `/v1/models`)."""
+    """Asks a scheduler what it sees (`kvmesh status`, `/health`, `/v1/models`). `after`: of the workers those whose ids
+    come after this one."""
+
+    after: str = ""
 
 
 class FleetDescribed(Message, frozen=True, kw_only=True):
-    """`ready`: at least one request could be placed now."""
+    """`ready`: at least one request could be placed now. `workers`: by their ids, as many as fit into a message;
+    `more`: there are others after the last."""
 
     policy: str
     ready: bool
     workers: tuple[WorkerLoad, ...]
+    more: bool = False

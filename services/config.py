@@ -21,6 +21,7 @@ from services.times import Times, TimeScale, scaled
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
 PlaneEncryption = Literal["auto", "on", "off"]
+SplitMode = Literal["auto", "always"]
 EngineName = Literal["transformers", "vllm"]
 ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek"]
 Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
@@ -87,6 +88,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A request's deadline, from its arrival to its last token."""
     accept_timeout_s: Wait = 2.0
     """How long a worker may take to say that it has taken a request; after it the worker is asked what it knows."""
+    split: SplitMode = "auto"
+    """always: a request whose prompt is not computed on one worker and its answer on another fails, with the reason."""
     max_attempts: int = 5
     """Attempts in a row that give the client nothing. Where one worker died and the machine stalls, two or three others
     may look dead for a moment."""
@@ -437,12 +440,10 @@ def is_card(device: str) -> bool:
 def load_config(path: Path) -> MeshConfig:
     """Read `mesh.toml`; environment variables fill what containers set. Raises UserError for a bad file."""
     try:
-        text = path.read_text()
+        config = msgspec.toml.decode(path.read_text("utf-8"), type=MeshConfig)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; pass --config with a mesh.toml") from error
-    try:
-        config = msgspec.toml.decode(text, type=MeshConfig)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no valid mesh configuration: {error}") from error
     if device := environment_device():
         config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device=device))

@@ -3,7 +3,9 @@
 The only place of the services that makes either.
 """
 
+import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import IO, Literal
 
@@ -32,3 +34,12 @@ def write_private(path: Path, content: str | bytes) -> None:
     """Write a whole file for its owner alone. Raises OSError."""
     with open_private(path, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def cut_log(path: Path, max_bytes: int) -> None:
+    """Where a log that others append to has grown over `max_bytes`, keep it beside as `NAME.1`, if there is room, in
+    place of the one before, and let it go on empty. Raises OSError."""
+    if path.stat().st_size > max_bytes:
+        with contextlib.suppress(OSError), path.open("rb") as log, open_private(Path(f"{path}.1"), "wb") as kept:
+            shutil.copyfileobj(log, kept)
+        os.truncate(path, 0)

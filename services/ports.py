@@ -39,7 +39,7 @@ def is_free(port: int) -> bool:
 
 def _first_lent_port() -> int:
     try:
-        return int(_RANGE_FILE.read_text().split()[0])
+        return int(_RANGE_FILE.read_text("utf-8").split()[0])
     except (OSError, ValueError, IndexError):
         return _DEFAULT_FIRST_LENT
 

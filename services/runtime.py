@@ -22,11 +22,40 @@ def now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
+LOG_INTERVAL_S = 10.0
+"""One line of a kind in so long a time."""
+MAX_LOG_KINDS = 1_000
+"""So many kinds are remembered."""
+
+
+class OneOfAKind(logging.Filter):
+    """Lets one line of a kind through, and after `LOG_INTERVAL_S` the next, which says how many there were between
+    them. Of a kind are those of one text, whatever is filled into it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
+        """When a line of this kind was let through, and how many were not since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now_s = (record.name, str(record.msg)), self._clock()
+        passed_s, num_held = self._kinds.pop(kind, (now_s - LOG_INTERVAL_S, 0))
+        passes = now_s - passed_s >= LOG_INTERVAL_S
+        self._kinds[kind] = (now_s, 0) if passes else (passed_s, num_held + 1)
+        if len(self._kinds) > MAX_LOG_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if passes and num_held:
+            record.msg, record.args = f"{record.getMessage()} (and {num_held} more like it before)", ()
+        return passes
+
+
 def configure_logging(service: str) -> None:
-    """Log warnings and above to standard error, one line each, named after the service."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format=f"%(asctime)s {service} %(levelname)s %(message)s", force=True
-    )
+    """Log warnings and above to standard error, one line each, named after the service, and not each of a kind."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(OneOfAKind())
+    line = f"%(asctime)s {service} %(levelname)s %(message)s"
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, format=line, force=True)
 
 
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[ResultT]]) -> ResultT:

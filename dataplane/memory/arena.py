@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import struct
+import time
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +24,8 @@ from dataplane.blocks.layout import ArenaShape
 
 SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 4096
+READERS_LET_GO_S = 2.0
+"""Within this time readers have seen that an arena's name is gone, and unmapped it: they look at each tick."""
 _HEADER = struct.Struct("<8s32sQ")  # magic, nonce, bytes of KV
 _MAGIC = b"KVARENA1"
 _NAME = re.compile(r"kvmesh-\d{1,10}-[0-9a-f]{16}")
@@ -77,11 +80,13 @@ class Arena:
     @classmethod
     def create_bytes(cls, num_bytes: int) -> Self:
         """Return so much new memory, owned by this process. Raises ArenaTooLargeError."""
-        remove_stale_arenas()  # a predecessor's memory, which nobody else may be there to give back
+        # A predecessor's memory, which nobody else may be there to give back. Its readers have it until they see that.
+        until_s = time.monotonic() + (READERS_LET_GO_S if remove_stale_arenas() else 0.0)
         needed = HEADER_BYTES + num_bytes
-        available = _available_bytes()
-        if available is not None and needed > available:
-            raise ArenaTooLargeError(needed, available)
+        while (available := _available_bytes()) is not None and needed > available:
+            if time.monotonic() >= until_s:
+                raise ArenaTooLargeError(needed, available)
+            time.sleep(0.02)
         path, fd = _new_file()
         name, nonce = path.name, secrets.token_hex(16)
         try:

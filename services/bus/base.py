@@ -7,8 +7,6 @@ answer at all, so every request has its own timeout.
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from services.bus import limits
-
 NOTHING: Mapping[str, str] = {}
 
 _FRAME_BYTES = len("NATS/1.0\r\n\r\n")
@@ -39,22 +37,20 @@ class RequestTimedOutError(BusError):
 
 
 class MessageTooLargeError(BusError):
-    """The payload is over the bus's limit."""
+    """The payload is over what the broker takes."""
 
-    def __init__(self, subject: str, num_bytes: int) -> None:
-        super().__init__(subject, f"a message of {num_bytes} bytes is over the limit of {limits.MAX_PAYLOAD_BYTES}")
+    def __init__(self, subject: str, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(subject, f"a message of {num_bytes} bytes is over the broker's max_payload, {max_bytes}")
 
 
-def check_size(
-    subject: str, payload: bytes, headers: Mapping[str, str], max_bytes: int = limits.MAX_PAYLOAD_BYTES
-) -> None:
+def check_size(subject: str, payload: bytes, headers: Mapping[str, str], max_bytes: int) -> None:
     """Raise MessageTooLargeError for what the broker would refuse: it counts headers as well as payload, and closes the
     connection of a client that sends more."""
     num_bytes = len(payload) + _FRAME_BYTES
     for key, value in headers.items():
         num_bytes += len(key) + len(value.encode()) + _HEADER_BYTES
     if num_bytes > max_bytes:
-        raise MessageTooLargeError(subject, num_bytes)
+        raise MessageTooLargeError(subject, num_bytes, max_bytes)
 
 
 class BusClosedError(BusError):
@@ -102,6 +98,12 @@ class Bus(Protocol):
     @property
     def is_connected(self) -> bool:
         """Whether the broker is there."""
+        ...
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest message that may be sent, its headers included: `MAX_PAYLOAD_BYTES`, or what the broker takes
+        where that is less."""
         ...
 
     @property

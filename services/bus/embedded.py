@@ -32,6 +32,8 @@ port: {port}
 server_name: "kvmesh"
 max_payload: {max_payload}
 logfile: {logfile}
+logfile_size_limit: 8MB
+logfile_max_num: 2
 ports_file_dir: {folder}
 {access}"""
 

@@ -1,7 +1,10 @@
 """Times and limits of the bus: those of every connection, of the client library, and of a broker of our own."""
 
-MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-"""A message that is larger, headers included, is refused before it is sent. Our NATS configuration says the same."""
+from schemas.broker import MAX_PAYLOAD_BYTES
+
+MIN_PAYLOAD_BYTES = 32 * 1024
+"""A broker that takes less is not used. Into so much fits what is sent of its own accord; what is longer than what the
+broker takes comes in several messages, or is refused to whoever asked for it."""
 
 MAX_WAITING = 65_536
 """So many messages may wait for one subscription's reader; one more is dropped, counted and logged."""
@@ -22,9 +25,6 @@ WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 
 CANCEL_AGAIN_S = 0.01
 """What swallowed its cancellation is cancelled again after this long."""
-
-DROP_LOG_INTERVAL_S = 5.0
-"""Two warnings about dropped messages are at least this far apart: all are counted, few are logged."""
 
 # The embedded broker.
 

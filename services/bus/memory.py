@@ -28,13 +28,14 @@ class MemoryDelivery:
     payload: bytes
     headers: Mapping[str, str]
     reply: "asyncio.Future[MemoryDelivery] | None" = None
+    max_bytes: int = limits.MAX_PAYLOAD_BYTES
 
     @property
     def expects_reply(self) -> bool:
         return self.reply is not None
 
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        check_size(self.subject, payload, headers)
+        check_size(self.subject, payload, headers, self.max_bytes)
         if self.reply is not None and not self.reply.done():
             self.reply.set_result(MemoryDelivery(self.subject, payload, dict(headers)))
 
@@ -72,8 +73,9 @@ class MemorySubscription:
 
 @dataclass(eq=False)
 class MemoryBroker:
-    """What the buses of one process share, as clients share a server."""
+    """What the buses of one process share, as clients share a server. `max_bytes`: of a message."""
 
+    max_bytes: int = limits.MAX_PAYLOAD_BYTES
     subscriptions: list[MemorySubscription] = field(default_factory=list[MemorySubscription])
     turn: Iterator[int] = field(default_factory=itertools.count)
 
@@ -91,13 +93,17 @@ class MemoryBus:
         self.num_connects = 1
         self.num_dropped = 0
 
+    @property
+    def max_bytes(self) -> int:
+        return self._broker.max_bytes
+
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         self._deliver(MemoryDelivery(subject, payload, dict(headers)))
         await asyncio.sleep(0)
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
         reply: asyncio.Future[MemoryDelivery] = asyncio.get_running_loop().create_future()
-        if not self._deliver(MemoryDelivery(subject, payload, dict(headers), reply)):
+        if not self._deliver(MemoryDelivery(subject, payload, dict(headers), reply, self.max_bytes)):
             raise NoRespondersError(subject)
         self._requests.add(reply)
         try:
@@ -147,7 +153,7 @@ class MemoryBus:
         """Hand the message to every listener, and to one member of each queue group. False: nobody listens."""
         if self._closed:
             raise BusClosedError(delivery.subject)
-        check_size(delivery.subject, delivery.payload, delivery.headers)
+        check_size(delivery.subject, delivery.payload, delivery.headers, self.max_bytes)
         return self._route(delivery)
 
     def _route(self, delivery: MemoryDelivery) -> bool:

@@ -39,7 +39,7 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
-from services.errors import BrokerRefusesError, BrokerUnreachableError
+from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
 from services.times import Times
 from services.trust.certificates import client_context
 from services.trust.keys import BusAccess, Identity
@@ -251,18 +251,22 @@ class NatsBus:
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, by us or by the broker."""
         self._reconnected_s = -self._settle_s
-        self._drop_logged_s = -limits.DROP_LOG_INTERVAL_S
 
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def max_bytes(self) -> int:
+        return min(limits.MAX_PAYLOAD_BYTES, self._client.max_payload)
 
     @classmethod
     async def connect(
         cls, access: BusAccess, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S, times: Times | None = None
     ) -> "NatsBus":
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
-        names the address, BrokerRefusesError where the broker does not know us."""
+        names the address, BrokerRefusesError where the broker does not know us, UserError where it takes small messages
+        only."""
         url, identity, ca = access
         client = BrokerClient(is_encrypted=access.is_encrypted)
         times = times or Times()
@@ -300,24 +304,28 @@ class NatsBus:
                 f"no NATS server answers at {bus._url} ({reason}); start one, or run with --nats embedded"
             ) from error
         bus.num_connects += 1
-        if client.max_payload < limits.MAX_PAYLOAD_BYTES:
-            log.warning(
-                "the broker allows %d bytes a message, fewer than our %d", client.max_payload, limits.MAX_PAYLOAD_BYTES
+        if (max_bytes := client.max_payload) < limits.MIN_PAYLOAD_BYTES:
+            await client.close()
+            raise UserError(
+                f"the broker at {bus._url} takes messages of {max_bytes} bytes, and {limits.MIN_PAYLOAD_BYTES} are "
+                f"needed: set max_payload in its configuration, best to {limits.MAX_PAYLOAD_BYTES}"
             )
+        if max_bytes < limits.MAX_PAYLOAD_BYTES:
+            log.info("the broker takes messages of %d bytes: longer prompts are refused", max_bytes)
         bus._inbox = client.new_inbox()
         await client.subscribe(bus._inbox, cb=bus._on_returned)  # pyright: ignore[reportUnknownMemberType]
         bus._watching = asyncio.create_task(bus._watch(), name=f"watch the connection of {name}")
         return bus
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        self._check_size(subject, payload, headers)
+        check_size(subject, payload, headers, self.max_bytes)
         try:
             await _cancellable(self._client.publish(subject, payload, headers=dict(headers)))
         except nats.errors.Error as error:
             raise _bus_error(subject, error) from error
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
-        self._check_size(subject, payload, headers)
+        check_size(subject, payload, headers, self.max_bytes)
         if not self.is_connected and self._client.pending_data_size + len(payload) > limits.BUFFER_BYTES:
             # The library finds that out too, and would then keep the request's place for ever.
             raise BusError(subject, _BUFFER_FULL)
@@ -430,15 +438,10 @@ class NatsBus:
             client._status = Client.DISCONNECTED  # pyright: ignore[reportPrivateUsage]
             await client.close()
 
-    def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        check_size(subject, payload, headers, min(limits.MAX_PAYLOAD_BYTES, self._client.max_payload))
-
     def count_drop(self, subject: str) -> None:
         """A message came that its reader was too slow for."""
         self.num_dropped += 1
-        if time.monotonic() - self._drop_logged_s >= limits.DROP_LOG_INTERVAL_S:
-            self._drop_logged_s = time.monotonic()
-            log.warning("dropped a message on %s, %d by now: its reader is too slow", subject, self.num_dropped)
+        log.warning("dropped a message on %s: its reader is too slow", subject)
 
     async def _watch(self) -> None:
         """Connect anew whenever one of the library's tasks has ended that it needs. Ends with the connection."""

@@ -170,7 +170,6 @@ class TypedBus:
         handle: Callable[[Received[CarriesT]], Awaitable[ReplyT | None]],
     ) -> None:
         answering: set[asyncio.Task[None]] = set()
-        num_refused = 0
         async for delivery in subscription:
             received = self._decode(delivery, subject)
             if received is None:
@@ -178,10 +177,8 @@ class TypedBus:
                 continue
             if len(answering) >= limits.MAX_ANSWERING:
                 self.drop("too_many")
-                num_refused += 1
                 delivery.count_failure("too many requests are being answered")
-                if num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
-                    log.warning("%d requests on %s found too many being answered", num_refused, delivery.subject)
+                log.warning("a request on %s found too many being answered", delivery.subject)
                 continue
             answer = self._answer(delivery, handle(received))
             task = tasks.create_task(answer, name=f"answer {delivery.subject}")

@@ -1,6 +1,7 @@
 """The subcommands of `kvmesh`, a function each. A UserError is one line and exit code 2."""
 
 import importlib.metadata
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +12,7 @@ from rich.markup import escape
 
 from services.cli.bench import bench
 from services.cli.simulate import simulate
-from services.config import Carrier, Dtype, EngineName, PlaneEncryption, WireDtype, parse_devices, parse_list
+from services.config import Carrier, Dtype, EngineName, PlaneEncryption, SplitMode, WireDtype, parse_devices, parse_list
 from services.ending import leaving_at_once
 from services.errors import UserError
 
@@ -89,6 +90,9 @@ def up(
     policy: Annotated[
         str, typer.Option(help="Placement: cost, least_loaded, round_robin, affinity, or package.module:name.")
     ] = "cost",
+    split: Annotated[
+        SplitMode, typer.Option(help="always: what is not served by a prefill and a decode worker fails, and says why.")
+    ] = "auto",
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
     wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",
@@ -122,6 +126,8 @@ def up(
 
     if aggregated and (prefill or decode):
         raise UserError("--aggregated has workers that do both: leave out --prefill and --decode")
+    if aggregated and split == "always":
+        raise UserError("--aggregated has no workers to split a request over: leave out --split always")
     options = UpOptions(
         model=model,
         num_prefill=0 if aggregated else prefill or 1,
@@ -143,6 +149,7 @@ def up(
             cors_origins=cors_origins,
             tls_cert=tls_cert,
             tls_key=tls_key,
+            split=split,
         ),
         nats=nats,
         keys=keys,
@@ -336,6 +343,8 @@ def tail(
 
 def run() -> None:
     """Run the command. A UserError becomes one line on standard error and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale's encoding may have no arrow
+        sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportUnknownMemberType]
     try:
         app()
     except UserError as error:

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.status import Status
 
 from schemas import subjects
-from schemas.worker import DescribeFleet, DrainWorker, FleetDescribed, WorkerInfo, WorkerLoad
+from schemas.worker import DrainWorker, FleetDescribed, WorkerInfo, WorkerLoad
 from services.bus.base import BusError, NoRespondersError
+from services.bus.fleet import ask_fleet
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.limits import ASK_TIMEOUT_S, COMES_BACK_S, DRAIN_ANSWER_S, LEAVE_POLL_S, LEAVES_WITHIN_S
@@ -41,7 +42,7 @@ class Leaving:
     async def fleet(self) -> FleetDescribed:
         """Raises MeshNotRunningError."""
         try:
-            return await self.bus.ask(subjects.FLEET, (), DescribeFleet(), timeout_s=ASK_TIMEOUT_S)
+            return await ask_fleet(self.bus, ASK_TIMEOUT_S)
         except BusError as error:
             raise MeshNotRunningError(f"no scheduler answers at {self.access.shown} ({error.reason})") from error
 

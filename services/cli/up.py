@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from dataplane.addresses import IPV4_LOOPBACK, is_loopback, own_address
 from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
-from services.config import GatewayConfig, is_card, parse_list, state_dir
+from services.config import GatewayConfig, SplitMode, is_card, parse_list, state_dir
 from services.errors import UserError
 from services.files import open_private, private_folder, write_private
 from services.launch.supervisor import Supervisor, UpOptions
@@ -44,8 +44,9 @@ def gateway_config(
     cors_origins: str,
     tls_cert: str,
     tls_key: str,
+    split: SplitMode = "auto",
 ) -> GatewayConfig:
-    """Return who may reach the gateways, from the flags of `kvmesh up`. Raises UserError."""
+    """Return who may reach the gateways, and what they insist on, from the flags of `kvmesh up`. Raises UserError."""
     if api_key and tenants:
         raise UserError("--api-key is one key, --tenants a file of them: pass one of the two")
     keys = _read_tenants(Path(tenants)) if tenants else {api_key: "default"} if api_key else {}
@@ -65,6 +66,7 @@ def gateway_config(
             cors_origins=parse_list(cors_origins),
             tls_cert=str(Path(tls_cert).absolute()) if tls_cert else "",
             tls_key=str(Path(tls_key).absolute()) if tls_key else "",
+            split=split,
         )
     except ValueError as error:
         raise UserError(f"the gateway cannot be served like this: {error}") from error

@@ -16,6 +16,7 @@ from schemas.request import (
     CancelRequest,
     Placement,
     PrefillAccepted,
+    RefusalReason,
     Refused,
     RequestTokens,
     ReservationQueued,
@@ -23,7 +24,7 @@ from schemas.request import (
     RunPrefill,
 )
 from schemas.subjects import CarriesT, Subject
-from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
+from services.bus.base import BusError, MessageTooLargeError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import ReplyT, TypedBus
 from services.config import MeshConfig
 from services.gateway.observe.answer_observer import ChoiceObserver, Dispatch
@@ -141,6 +142,8 @@ class Asker:
         event: PlaceEvent
         try:
             reply = await self._ask(live, subjects.PLACE, (), request, self.config.times.gateway.place_timeout_s)
+        except MessageTooLargeError as error:
+            event = PlaceRefused(action.attempt, RefusalReason.TOO_LONG, error.reason, 0)
         except BusError as error:
             event = PlaceUnanswered(action.attempt, error.reason)
         else:
@@ -161,6 +164,10 @@ class Asker:
             reply = await self._ask(live, subject, (worker_id,), message, self.config.gateway.accept_timeout_s)
         except BusError as error:
             live.observer.dispatched(sent, error=error.reason)
+            if isinstance(error, MessageTooLargeError):  # no worker can be told
+                refused = WorkerRefused(message.attempt, worker_id, RefusalReason.TOO_LONG, error.reason, 0)
+                self.handle(live, refused)
+                return
             # A plain BusError is a reply that cannot be read: it may have been a yes, like one that is late.
             may_have_taken = isinstance(error, RequestTimedOutError) or type(error) is BusError
             self.handle(live, WorkerSilent(message.attempt, worker_id, error.reason, may_have_taken))

@@ -12,7 +12,17 @@ MIN_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """A process that may have fewer than this is no gateway."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""A request's first line and headers may be so long: what other HTTP servers take."""
+"""A request's first line, headers and trailers may be so long: what other HTTP servers take. So may all that is sent of
+a body beside the body itself, the sizes and extensions of its chunks, but for as much as the body."""
+
+WIRE_BYTES_A_BYTE = 2
+"""A byte of a body may take so many: chunks of a few bytes, which nobody sends for long."""
+
+MAX_HEADERS = 128
+"""Headers and trailers of one request. Browsers send some twenty."""
+
+PARSED_BYTES = 16 * 1024
+"""So much is parsed before it is looked how much of it was body."""
 
 MAX_PIPELINED = 16
 """Requests that a client has sent before its last one was answered. No client that people use sends any."""
@@ -25,6 +35,27 @@ MAX_BODY_BYTES = 24 * 1024 * 1024
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
 """Bodies that are being read or understood may be so long all together. One of JSON's shortest values takes thirty
 times as much memory once it is read, and a long text two hundred times, but of these one is read at a time."""
+
+MAX_FIELD_BYTES = 64 * 1024
+"""One field of a body may be so long, if it is none of LONG_FIELDS. It is measured before it is decoded, as a JSON
+object of twenty megabytes takes seconds, for which nobody else is answered."""
+
+LONG_FIELDS = {
+    "prompt": MAX_BODY_BYTES, "messages": MAX_BODY_BYTES, "input": MAX_BODY_BYTES, "instructions": MAX_BODY_BYTES,
+    "documents": MAX_BODY_BYTES, "tools": 1024 * 1024, "structured_outputs": 512 * 1024, "response_format": 512 * 1024,
+    "text": 512 * 1024, "guided_json": 512 * 1024, "guided_choice": 512 * 1024, "guided_grammar": 512 * 1024,
+}  # fmt: skip
+"""What is part of the prompt, and what holds tools, schemas and grammars, which have bounds of their own once they are
+decoded; of these JSON may take several bytes for one of theirs."""
+
+MAX_BESIDE_BYTES = 4 * 1024 * 1024
+"""A body may have so much beside its prompts: all other fields, and the names and roles of messages."""
+
+JSON_BYTES_A_BYTE = 6
+"""A byte of text may be written like \\u0041."""
+
+MAX_HARMLESS_BYTES = 64
+"""No value that asks for nothing is so long."""
 
 FREE_BODY_BYTES = 64 * 1024
 """This much of a body does not count for that bound: short requests are served while long ones fill it."""
@@ -82,9 +113,6 @@ MAX_STOP_TOKEN_IDS = 64
 
 MAX_NAMED_TOKENS = 1_024
 """Tokens that `logit_bias` or `allowed_token_ids` may name, and tokens of all `bad_words`; as above."""
-
-MAX_PROMPT_LOGPROB_BYTES = 4 * 1024 * 1024
-"""The logarithms of one prompt may be so long in a message: half of what the bus takes."""
 
 MAX_SCHEMA_BYTES = 64 * 1024
 """A JSON Schema may be so long: 0.2 s to understand, 8 MB for a worker to keep."""

@@ -85,7 +85,9 @@ class Requests:
 
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, FailRequest or Abandon in the mailbox, by its deadline."""
-        core = RequestCore(job.request_id, job.sampling.max_tokens, self.config, self._hearing)
+        core = RequestCore(
+            job.request_id, job.sampling.max_tokens, self.config, self._hearing, must_split=job.must_split
+        )
         observer = ChoiceObserver(self.telemetry, job, core)
         proof = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms)
         live = self._live[job.request_id] = LiveRequest(

@@ -1,7 +1,8 @@
 """The HTTP server: uvicorn's, with the limits on connections that it lacks.
 
 A connection either owes us a request or has one. While it owes one it has a limited time, and is the first to be closed
-where there are too many connections: the longest idle one goes. What it may take once it has one, the application says.
+where there are too many connections: the longest idle one, or, where most connections owe us the rest of a body, the
+first one of whoever has most of these. What it may take once it has one, the application says.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import functools
 import resource
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,10 @@ class Connections:
     times: GatewayTimes
     open: "set[HttpConnection]" = field(default_factory=lambda: set[HttpConnection]())
     waiting: "dict[HttpConnection, None]" = field(default_factory=lambda: dict[HttpConnection, None]())
+    reading: "dict[HttpConnection, tuple[str, str]]" = field(
+        default_factory=lambda: dict[HttpConnection, tuple[str, str]]()
+    )
+    """Those whose body has not ended, the first one first: the client's address, and the key that it shows."""
     last_closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever the last open one is closed."""
 
@@ -41,9 +47,19 @@ class Connections:
         return self.max_connections - limits.SPARE_CONNECTIONS
 
     def make_room(self) -> None:
-        """Close the longest idle connections where there are too many."""
-        while len(self.open) > self.max_connections and self.waiting:
-            next(iter(self.waiting)).drop()
+        """Close connections that owe us something where there are too many."""
+        while len(self.open) > self.max_connections and (self.waiting or self.reading):
+            read_most = 2 * len(self.reading) > self.max_connections
+            (self._greediest if read_most or not self.waiting else next(iter(self.waiting))).drop()
+
+    @property
+    def _greediest(self) -> "HttpConnection":
+        """The first of those whose bodies have not ended, of the address that has most of them, and of its keys."""
+        of_address = Counter(address for address, _ in self.reading.values())
+        most, of_key = max(of_address.values()), Counter(self.reading.values())
+        owners = [owner for owner in of_key if of_address[owner[0]] == most]
+        greedy = max(owners, key=of_key.__getitem__)
+        return next(connection for connection, owner in self.reading.items() if owner == greedy)
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -55,8 +71,8 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse_busy = functools.partial(refuse_busy, connections.times.linger_s)
         self._all = connections
         self._timer: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0
-        self._is_in_body = False
+        self._num_wire_bytes = self._num_body_bytes = 0
+        """Of the message that is coming: all that was parsed, and what of it was body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -74,22 +90,37 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_in_body:
-            self._num_head_bytes += len(data)
-        super().data_received(data)
-        # Only what is no whole head yet: on_headers_complete counts from 0 again.
-        if self._num_head_bytes > limits.MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.drop()
+        # A little at a time, so that what the parser keeps of heads, chunk sizes and trailers stays within the bound.
+        for at in range(0, len(data), limits.PARSED_BYTES):
+            if self.transport.is_closing():
+                return
+            part = data[at : at + limits.PARSED_BYTES]
+            self._num_wire_bytes += len(part)
+            super().data_received(part)
+            if self._num_wire_bytes > limits.MAX_HEAD_BYTES + limits.WIRE_BYTES_A_BYTE * self._num_body_bytes:
+                self.drop()
+
+    # What is raised in these ends the parser, and uvicorn answers with a 400.
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= limits.MAX_PIPELINED:
-            raise ValueError("too many requests at once")  # the parser ends, and uvicorn answers with a 400
+            raise ValueError("too many requests at once")
+        self._num_wire_bytes = self._num_body_bytes = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= limits.MAX_HEADERS:  # trailers are among them
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
-        self._num_head_bytes, self._is_in_body = 0, True
-        is_busy = len(self.tasks) >= self._all.max_requests
+        is_busy = len(self.tasks) - len(self._all.reading) >= self._all.max_requests
+        self._all.reading[self] = (self.client[0] if self.client else "", str(dict(self.headers).get(b"authorization")))
         self.app: Any = self._refuse_busy if is_busy else self._application
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -97,7 +128,7 @@ class HttpConnection(HttpToolsProtocol):
             cycle.send = functools.partial(_send_until_closed, cycle, cycle.send)
 
     def on_message_complete(self) -> None:
-        self._is_in_body = False
+        self._all.reading.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -124,6 +155,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _forget(self) -> None:
         self._stop_waiting()
+        self._all.reading.pop(self, None)
         self._all.open.discard(self)
         if not self._all.open:
             self._all.last_closed.set()

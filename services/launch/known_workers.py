@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Set
 
 from schemas import subjects
 from schemas.directory import DescribeDirectory
-from schemas.worker import DescribeFleet, FleetDescribed
+from schemas.worker import FleetDescribed
 from services.bus.base import BusError
+from services.bus.fleet import ask_fleet
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.errors import MeshNotRunningError
@@ -18,7 +19,7 @@ async def describe_fleet(access: BusAccess) -> FleetDescribed:
     """Ask once. Raises MeshNotRunningError when no scheduler answers, UserError when no broker does."""
     connection = await NatsBus.connect(access, "kvmesh-status")
     try:
-        return await _ask(TypedBus(connection, "status"))
+        return await ask_fleet(TypedBus(connection, "status"), ASK_TIMEOUT_S)
     except BusError as error:
         raise MeshNotRunningError(f"no scheduler answers at {access.shown} ({error.reason})") from error
     finally:
@@ -36,7 +37,7 @@ async def wait_known(access: BusAccess, holders: Set[str], num_schedulers: int =
     bus = TypedBus(connection, "up")
 
     async def known_to_scheduler() -> set[str]:
-        return {load.worker.worker_id for load in (await _ask(bus)).workers}
+        return {load.worker.worker_id for load in (await ask_fleet(bus, ASK_TIMEOUT_S)).workers}
 
     async def known_to_directory() -> set[str]:
         reply = await bus.ask(subjects.DIRECTORY_STATUS, (), DescribeDirectory(), timeout_s=ASK_TIMEOUT_S)
@@ -58,7 +59,3 @@ async def _until_right(ask: Callable[[], Awaitable[set[str]]], holders: Set[str]
             known = set[str]()  # it is starting
         num_right = num_right + 1 if known >= holders else 0
         await asyncio.sleep(0 if num_right else ASK_INTERVAL_S)
-
-
-async def _ask(bus: TypedBus) -> FleetDescribed:
-    return await bus.ask(subjects.FLEET, (), DescribeFleet(), timeout_s=ASK_TIMEOUT_S)

@@ -29,6 +29,11 @@ FIRST_REST_S = 30.0
 LONGEST_REST_S = 600.0
 """The pause grows to this."""
 
+LOG_BYTES = 8 * 1024 * 1024
+"""A service's log file grows to about this, and one before it is kept."""
+LOG_LOOK_S = 30.0
+"""So often that is looked at."""
+
 EXIT_DRAINED = 10
 """A worker's exit code once an operator has had it leave: it is not started again."""
 EXIT_AGAIN = 11

@@ -51,10 +51,18 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.engine.memory import check_memory
 from services.errors import BrokerRefusesError, UserError
-from services.files import open_private, private_folder, write_private
+from services.files import cut_log, open_private, private_folder, write_private
 from services.launch.engine_choice import with_engine
 from services.launch.known_workers import wait_known
-from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED, START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
+from services.launch.limits import (
+    EXIT_AGAIN,
+    EXIT_DRAINED,
+    LOG_BYTES,
+    LOG_LOOK_S,
+    START_TIMEOUT_S,
+    STOP_SLACK_S,
+    STOP_TIMEOUT_S,
+)
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.named import policy_named
@@ -267,6 +275,7 @@ class Supervisor:
             asyncio.create_task(self._keep_running(child), name=f"keep {child.name} running")
             for child in self._children
         ]
+        self._restarters.append(asyncio.create_task(self._keep_logs_short(), name="keep the logs short"))
         if self._nats is not None:
             self._restarters.append(asyncio.create_task(self._keep_broker_running(), name="keep the broker running"))
 
@@ -324,6 +333,13 @@ class Supervisor:
             except UserError as error:
                 self._tell(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
+    async def _keep_logs_short(self) -> None:
+        while True:
+            for path in self.log_dir.glob("*.log"):
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(cut_log, path, LOG_BYTES)
+            await asyncio.sleep(LOG_LOOK_S)
+
     async def _wait_to_restart(self, restarts: Restarts, started_s: float, how_it_ended: str) -> None:
         """Report what ended, and wait until it is time to start it again."""
         wait_s = restarts.ended(started_s, time.monotonic())
@@ -349,7 +365,7 @@ class Supervisor:
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
             # Not on a helper thread: the server is started so that it ends with the thread that started it.
-            self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text()
+            self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
             self._nats = EmbeddedNats.start(None, self._run_dir, self._broker_access)
             return self._nats.url
         await self._check_broker(self._options.nats)
@@ -487,7 +503,7 @@ def _content_secret() -> str:
         if not path.exists() or path.stat().st_size < MIN_SECRET_CHARS:
             private_folder(path.parent)
             write_private(path, fresh_secret())
-        return path.read_text().strip()
+        return path.read_text("utf-8").strip()
     except OSError as error:
         raise UserError(f"{path}, the secret of the store's blocks, cannot be used: {error.strerror}") from error
 

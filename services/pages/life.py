@@ -155,7 +155,7 @@ def place_of(code: CodeType) -> Place | None:
 def _docstrings(file: str) -> dict[tuple[str, int], str]:
     """Return the first docstring line of every function in a file, by the line where its code begins."""
     texts: dict[tuple[str, int], str] = {}
-    for node in ast.walk(ast.parse((REPOSITORY / file).read_text())):
+    for node in ast.walk(ast.parse((REPOSITORY / file).read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first, *more = (ast.get_docstring(node) or "").splitlines() or [""]
             line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -365,7 +365,7 @@ def main() -> None:
     if argument == "--counts":
         print("\n".join(f"{story.title}: {story.counts}" for story in stories))  # noqa: T201
     else:
-        Path(argument).write_text(page(stories))
+        Path(argument).write_text(page(stories), "utf-8")
 
 
 if __name__ == "__main__":

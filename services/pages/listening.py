@@ -182,7 +182,7 @@ def rewrite(document: str, text: str) -> str:
 def main() -> None:
     """Rewrite the document named on the command line."""
     path = Path(sys.argv[1])
-    path.write_text(rewrite(path.read_text(), section(asyncio.run(hear()))))
+    path.write_text(rewrite(path.read_text("utf-8"), section(asyncio.run(hear()))), "utf-8")
 
 
 if __name__ == "__main__":

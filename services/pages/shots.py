@@ -68,14 +68,14 @@ async def take(folder: Path) -> None:
         async with Scene(supervisor, bus) as scene:
             drawn = await _watch(supervisor.access(), scene)
             shown = picture("kvmesh top", TOP_WIDTH, lambda console: console.print(drawn))
-            (folder / "top.svg").write_text(shown)
+            (folder / "top.svg").write_text(shown, "utf-8")
             request_id = await scene.complete(scene.prompt(TRACED_TOKENS), ANSWER_TOKENS)
         await bus.close()
         await asyncio.sleep(SETTLE_S)
         spans = load_spans(supervisor.trace_dir)
     trace, recorded = find_trace(spans, request_id), {span.span_id: span for span in spans}
     shown = picture("kvmesh trace", TRACE_WIDTH, lambda console: render_waterfall(trace, console, recorded))
-    (folder / "trace.svg").write_text(shown)
+    (folder / "trace.svg").write_text(shown, "utf-8")
 
 
 async def _watch(access: BusAccess, scene: Scene) -> RenderableType:

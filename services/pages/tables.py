@@ -113,7 +113,7 @@ def main() -> None:
     """Rewrite all pages."""
     for name, sections in PAGES.items():
         path = Path(name)
-        path.write_text(regenerate(path.read_text(), sections))
+        path.write_text(regenerate(path.read_text("utf-8"), sections), "utf-8")
 
 
 def _served_by(roles: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId
+from schemas.message import encode
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import (
     FleetDescribed,
@@ -30,6 +31,7 @@ from schemas.worker import (
     WorkerLoad,
     WorkerRole,
 )
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import SchedulerConfig
 from services.presence import OVERDUE_PINGS, BusConnected, Fences, Hearing, Peer
 from services.scheduler.events import (
@@ -51,6 +53,9 @@ from services.scheduler.placement.named import policy_named
 from services.scheduler.placement.place import Case, Placer
 from services.scheduler.placement.policy import POLICIES
 from services.times import PresenceTimes
+
+_ENVELOPE_BYTES = 1_024
+"""What a message of workers needs beside them."""
 
 
 class Standing(NamedTuple):
@@ -183,14 +188,22 @@ class SchedulerCore:
         """What was wrong with the policy's last choice, so that another one has chosen; empty: nothing."""
         return self._placer.policy_failure
 
-    def describe(self, now_ms: int) -> FleetDescribed:
-        """Return what is known, and whether a request could be placed now on workers that are well."""
+    def describe(self, now_ms: int, after: str = "", max_bytes: int = MAX_PAYLOAD_BYTES) -> FleetDescribed:
+        """Return what is known of the workers `after` this id, as much as fits into a message of `max_bytes`, and
+        whether a request could be placed now on workers that are well."""
         suspects = self._suspects(now_ms)
         well = [worker.info for worker in self._fleet.usable if worker.info.worker_id not in suspects]
         first, second = ({info.fingerprint for info in well if info.role == role} for role in ("prefill", "decode"))
         ready = any(info.role == "aggregated" for info in well) or not first.isdisjoint(second)
-        loads = tuple(worker.load for worker in self._fleet.workers.values() if worker.has_reported)
-        return FleetDescribed(policy=self._settings.policy, ready=ready, workers=loads)
+        loads: list[WorkerLoad] = []
+        left = max_bytes - _ENVELOPE_BYTES
+        for worker_id, worker in sorted(self._fleet.workers.items()):
+            if worker.has_reported and worker_id > after:
+                left -= len(encode(worker.load)) + 1
+                if left < 0:
+                    break
+                loads.append(worker.load)
+        return FleetDescribed(policy=self._settings.policy, ready=ready, workers=tuple(loads), more=left < 0)
 
     def standing(self, now_ms: int) -> list[Standing]:
         """Return how each known worker stands."""

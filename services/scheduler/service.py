@@ -165,7 +165,7 @@ class Scheduler:
         return reply
 
     async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:
-        return self._core.describe(now_ms())
+        return self._core.describe(now_ms(), received.message.after, self._bus.connection.max_bytes)
 
     async def _leave(self, received: Received[LeaveMesh]) -> LeaveAnswered:
         return self._core.leave(received.message, now_ms())

@@ -61,10 +61,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario file. Raises UserError."""
     try:
-        scenario = msgspec.toml.decode(path.read_text(), type=Scenario)
+        scenario = msgspec.toml.decode(path.read_text("utf-8"), type=Scenario)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no scenario: {error}") from error
     return msgspec.structs.replace(scenario, name=scenario.name or path.stem)
 

@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-from schemas import subjects
-from schemas.worker import DescribeFleet
 from services.bus.base import BusError
+from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
 from services.sim.client import Exchange, post
 from services.sim.faults import FaultActor
@@ -230,7 +229,7 @@ class World:
         """Return the workers that the scheduler does not know as ready."""
         names = {name for role, name in self.mesh.shape.services if role in WORKER_ROLES}
         try:
-            fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), 1.0)
+            fleet = await ask_fleet(bus, 1.0)
         except BusError:
             return names
         return names - {load.worker.worker_id for load in fleet.workers if load.state == "ready"}

@@ -282,7 +282,8 @@ class Store:
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
         self._changed()  # what a page has is in the events up to its number
-        return self._holder.ledger.inventory(self._memory.contents(), received.message.offset)
+        max_bytes = self._bus.connection.max_bytes
+        return self._holder.ledger.inventory(self._memory.contents, received.message.offset, max_bytes)
 
     def _info(self) -> WorkerInfo:
         layout, plane = self._memory.layout, self._holder.plane

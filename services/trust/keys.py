@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from dataplane.addresses import is_loopback
+from schemas.broker import MAX_PAYLOAD_BYTES
 from schemas.ids import is_subject_token, new_id
 from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
 from schemas.subjects import Role
@@ -158,7 +159,7 @@ class MeshKeys:
                 found[f"{role}{_CREDENTIALS_SUFFIX}"] = key.identity(role).credentials.encode()
             else:
                 found[f"{role}{_ROLE_SUFFIX}"] = msgspec.json.encode(key)
-        config = self.broker_config
+        config = f"max_payload: {MAX_PAYLOAD_BYTES}\n{self.broker_config}"
         if self.certificate:
             found[CA_FILE] = self.certificate.ca
             found[CERTIFICATE_FILE] = self.certificate.certificate
@@ -212,7 +213,7 @@ def with_key(config: MeshConfig, key: RoleKey) -> MeshConfig:
 def person(path: Path, role: Role) -> Identity:
     """Return the identity in a person's credentials file. Raises UserError where there is none."""
     try:
-        credentials = path.read_text()
+        credentials = path.read_text("utf-8")
         nats_jwt.pair_of(credentials.partition(nats_jwt.SEED_BEGINS)[2].strip().partition("\n")[0])
     except OSError as error:
         raise UserError(f"cannot read the credentials {path}: {error.strerror}") from error

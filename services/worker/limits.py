@@ -48,7 +48,9 @@ be evicted."""
 MAX_COOLING_BLOCKS = 256
 """So many blocks are named at a time as those that go next."""
 INVENTORY_PAGE_BLOCKS = 100_000
-"""Blocks in one page of an inventory: 2.2 MB of JSON, far below the bus limit."""
+"""Blocks in one page of an inventory: 2.2 MB of JSON; fewer where the broker takes less."""
+MESSAGE_BLOCKS = 1_024
+"""Blocks that one message names that is no answer: 22 kB of JSON, which every broker takes that is used."""
 
 # Metrics.
 
@@ -80,11 +82,9 @@ MAX_PEERS = 10_000
 # Copies: blocks that are kept on a second holder, so that they outlive their worker.
 
 OFFER_BLOCKS = 8
-MAX_OFFER_BLOCKS = 1_024
-"""Blocks that one message offers at most."""
 MAX_HEAT_BLOCKS = 65_536
 """A worker that leaves asks how hot so many blocks are, those that it has used last; the directory answers for no more
-(1.4 MB of JSON)."""
+(1.4 MB of JSON). Fewer where the broker takes less."""
 MAX_COPY_READS = 2
 """Copies are read beside the requests' own reads, and must not slow them."""
 MAX_COPY_BLOCKS = 64
@@ -110,8 +110,8 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 # What it says of itself.
 
-MAX_LISTED = 200
-"""Requests, and leases, in one description of a worker: the oldest."""
+MAX_LISTED = 50
+"""Requests, and leases, in one description of a worker: the oldest. With the worker's rates they are some 25 kB."""
 MAX_LINKED_STEPS = 16
 """So many steps of a prompt, and of an answer, are recorded and linked: a long answer has thousands."""
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from schemas import subjects
@@ -88,20 +88,15 @@ class Outbox:
         self._changed.set()
 
     def put_tokens(self, emitted: list[tuple[GatewayId, RequestTokens]]) -> None:
-        """Send tokens, one message a gateway; what is long goes alone, as a message has a bound."""
+        """Send tokens, one message a gateway, or as many as the broker's bound makes necessary."""
         by_gateway: defaultdict[GatewayId, list[RequestTokens]] = defaultdict(list)
         for gateway_id, tokens in emitted:
             self.num_tokens += len(tokens.tokens) // TOKEN_BYTES
-            if tokens.prompt_logprobs is None:
-                by_gateway[gateway_id].append(tokens)
-            else:
-                self._put_tokens(gateway_id, (tokens,))
-        for gateway_id, requests in by_gateway.items():
-            self._put_tokens(gateway_id, tuple(requests))
-
-    def _put_tokens(self, gateway_id: GatewayId, requests: tuple[RequestTokens, ...]) -> None:
-        message = TokensEmitted(worker_id=self._worker_id, requests=requests)
-        self.put(subjects.TOKENS, (self._worker_id, gateway_id), message)
+            by_gateway[gateway_id].append(tokens)
+        for gateway_id, all_requests in by_gateway.items():
+            for requests in _parts(all_requests, self._bus.connection.max_bytes // 2):  # in base64 they are longer
+                message = TokensEmitted(worker_id=self._worker_id, requests=requests)
+                self.put(subjects.TOKENS, (self._worker_id, gateway_id), message)
 
     def put_block_events(self, events: Iterable[BlocksStored | BlocksEvicted]) -> None:
         """Send what was stored and evicted here, in this order."""
@@ -145,8 +140,18 @@ class Outbox:
         number = self._repaired.popleft() if self._repaired else next(iter(self._waiting))
         entry = self._take(number)
         self.num_unsent += 1
-        if self.num_unsent.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
-            log.warning("%d messages could not wait; the last was %s", self.num_unsent, type(entry.message).__name__)
+        log.warning("a message could not wait: %s", type(entry.message).__name__)
+
+
+def _parts(requests: list[RequestTokens], num_bytes: int) -> Iterator[tuple[RequestTokens, ...]]:
+    """Return them in parts of so many bytes, in their order; one that is longer goes alone."""
+    start = size = 0
+    for at, tokens in enumerate(requests):
+        if size and size + _size_of_tokens(tokens) > num_bytes:
+            yield tuple(requests[start:at])
+            start, size = at, 0
+        size += _size_of_tokens(tokens)
+    yield tuple(requests[start:])
 
 
 def _size_of(message: Message) -> int:

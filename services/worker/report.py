@@ -148,7 +148,7 @@ class Reporter:
 
     def inventory(self, offset: int) -> Inventory:
         """Return a page of the blocks that are here."""
-        return self.holder.inventory(offset)
+        return self.holder.inventory(offset, self.bus.connection.max_bytes)
 
     def progress(self, asked: AskProgress) -> Progress:
         """Return what an attempt has come to here."""
@@ -160,7 +160,7 @@ class Reporter:
             deadline_ms=asked.deadline_ms,
             worker_id=self.identity.worker_id,
             known=answer is not None,
-            tokens=answer.since(key, asked.index) if answer is not None else None,
+            tokens=answer.since(key, asked.index, self.bus.connection.max_bytes) if answer is not None else None,
             is_waiting=attempt is not None and attempt.stage in ("queued", "waiting_for_twin", "reserved"),
         )
 

@@ -24,7 +24,6 @@ from schemas.kv import BlocksCooling, BlocksPurged, LeaseGranted, PurgeBlocks, R
 from schemas.message import Message
 from schemas.request import RefusalReason, Refused, RequestTokens, ReserveBlocks, RunPrefill, refuse
 from schemas.worker import (
-    DescribeFleet,
     DrainAnswered,
     DrainWorker,
     LeaveAnswered,
@@ -34,6 +33,7 @@ from schemas.worker import (
     WorkerRole,
 )
 from services.bus.base import BusError
+from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.thread import EngineStoppedError
@@ -71,6 +71,7 @@ from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
 from services.worker.engine_feed import EngineFeed
 from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.ledger import blocks_in
 from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
@@ -253,15 +254,16 @@ class Worker:
         and time."""
         settings, layout = self._config.worker, self._parts.shape.layout
         num_blocks = settings.leave_bytes // layout.block_bytes
-        used_last = self._holder.cache.kept.used_last(max(num_blocks, MAX_HEAT_BLOCKS))
+        num_asked = min(MAX_HEAT_BLOCKS, blocks_in(self._bus.connection.max_bytes))
+        used_last = self._holder.cache.kept.used_last(max(num_blocks, num_asked))
         if not num_blocks or not used_last or layout.is_windowed:
             return
         try:
-            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), self._times.leave_answer_s)
+            fleet = await ask_fleet(self._bus, self._times.leave_answer_s)
         except BusError as error:
             log.warning("what is cached here goes with it: no scheduler says who stays (%s)", error.reason)
             return
-        hottest = hottest_first(used_last, await self._heat_of(used_last[:MAX_HEAT_BLOCKS]))
+        hottest = hottest_first(used_last, await self._heat_of(used_last[:num_asked]))
         offers = left_behind(self.reporter.info(), hottest[:num_blocks], fleet.workers)
         for offer in offers:
             self._offer_left(offer)

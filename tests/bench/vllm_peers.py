@@ -48,9 +48,9 @@ TCP = {"kv_connector": "TcpConnector", "kv_connector_module_path": "tests.bench.
 
 def on_vllm(options: UpOptions, model: str, arena_bytes: int = 0, pool_bytes: int = 0) -> UpOptions:
     """Return the options of a mesh that is compared with these servers. Left out, arena and pool are together as large
-    as a server's pool."""
+    as a server's pool. As a server it refuses nobody for the length of its queue."""
     return replace(
-        options, model=model, port=0, engine="vllm", num_threads=NUM_THREADS,
+        options, model=model, port=0, engine="vllm", num_threads=NUM_THREADS, max_queue_ms=10**9,
         kv_bytes=arena_bytes or POOL_BYTES // 2, engine_kv_bytes=pool_bytes or POOL_BYTES // 2,
     )  # fmt: skip
 

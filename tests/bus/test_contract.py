@@ -195,7 +195,8 @@ async def test_too_large_a_message_is_refused_before_it_is_sent(bus: Bus, root: 
     await bus.flush()
     headers = {"Kvmesh-Schema": "x" * 100}
     fits, over = bytes(MAX_PAYLOAD_BYTES - 200), bytes(MAX_PAYLOAD_BYTES - 50)
-    with pytest.raises(MessageTooLargeError):
+    assert bus.max_bytes == MAX_PAYLOAD_BYTES
+    with pytest.raises(MessageTooLargeError, match=rf" {MAX_PAYLOAD_BYTES + 13} bytes.* {MAX_PAYLOAD_BYTES} "):
         await bus.publish(f"{root}.big", bytes(MAX_PAYLOAD_BYTES + 1), {})
     with pytest.raises(MessageTooLargeError):
         await bus.request(f"{root}.big", over, headers, LONG_S)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from services.bus import embedded
+from services.bus.base import MessageTooLargeError
 from services.bus.embedded import EmbeddedNats, find_server
-from services.bus.limits import MAX_PAYLOAD_BYTES
+from services.bus.limits import MAX_PAYLOAD_BYTES, MIN_PAYLOAD_BYTES
 from services.bus.nats import NatsBus
 from services.errors import UserError
-from services.trust.keys import BusAccess
+from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys
 from tests.waiting import until
 
 PARENT = """
@@ -54,6 +55,29 @@ async def test_it_answers_with_our_limits_and_stops(tmp_path: Path) -> None:
     server.stop()
     assert not is_alive(server.pid)
     assert "Server is ready" in (folder / "nats.log").read_text()
+
+
+async def test_a_broker_may_take_less_but_not_too_little(tmp_path: Path) -> None:
+    small = EmbeddedNats.start(None, tmp_path / "small", f"max_payload: {MIN_PAYLOAD_BYTES}\n")
+    bus = await NatsBus.connect(BusAccess(small.url), "test")
+    assert bus.max_bytes == MIN_PAYLOAD_BYTES
+    ear = await bus.subscribe("a")
+    with pytest.raises(MessageTooLargeError, match=rf" {MIN_PAYLOAD_BYTES + 1} bytes.* {MIN_PAYLOAD_BYTES} "):
+        await bus.publish("a", bytes(MIN_PAYLOAD_BYTES - 11), {})
+    await bus.publish("a", bytes(MIN_PAYLOAD_BYTES - 12), {})
+    assert len((await anext(aiter(ear))).payload) == MIN_PAYLOAD_BYTES - 12
+    await bus.close()
+    small.stop()
+    tiny = EmbeddedNats.start(None, tmp_path / "tiny", f"max_payload: {MIN_PAYLOAD_BYTES - 1}\n")
+    with pytest.raises(UserError, match=rf" {MIN_PAYLOAD_BYTES - 1} bytes.* {MIN_PAYLOAD_BYTES} .*max_payload"):
+        await NatsBus.connect(BusAccess(tiny.url), "test")
+    tiny.stop()
+
+
+async def test_bus_config_asks_for_all_that_we_use(tmp_path: Path) -> None:
+    keys = MeshKeys.fresh()
+    keys.write(tmp_path / "keys")
+    assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in (tmp_path / "keys" / BROKER_FILE).read_text()
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:

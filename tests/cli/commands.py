@@ -73,6 +73,15 @@ def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> 
         assert word in lines[0], lines[0]
 
 
+def fill(folder: Path) -> Path:
+    """Fill a file system, and return the file that does."""
+    filling = folder / "filling"
+    with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return filling
+
+
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 

@@ -1,6 +1,5 @@
 """Meshes of `kvmesh up`: what dies is started again, what is stored stays, options reach the configuration."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ from tests.cli.commands import (
     assert_one_line,
     command_of,
     environment,
+    fill,
     our_processes,
     run,
     stopped_with,
@@ -74,16 +74,19 @@ def test_a_full_state_folder_keeps_nobody_from_coming_back(tmp_path: Path) -> No
         command = [*KVMESH, "up", "--port", "0", "--kv-mib", "64", "--drain-s", "5"]
         up = subprocess.Popen(command, env=environment(state), stdout=subprocess.PIPE, text=True)
         with stopped_with(up) as lines:
-            assert any("Ctrl-C" in line for line in lines)
-            filling = state / "filling"
-            with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
-                while file.write(bytes(4096)):
-                    pass
+            said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, lines))
+            url = re.search(r"http://\S+?/v1", said)
+            assert url is not None, said
+            filling = fill(state)
             for _ in ("full", "room again"):
                 [decode] = [pid for pid in our_processes(state) if "--id decode-0" in command_of(pid)]
                 os.kill(decode, signal.SIGKILL)
                 assert "decode-0 was killed by signal 9; it is started again" in next(lines)
                 wait_until(lambda: any("--id decode-0" in command_of(pid) for pid in our_processes(state)))
+                body = {"model": "demo_model", "prompt": str(decode), "max_tokens": 4, "ignore_eos": True}
+                wait_until(
+                    lambda body=body: httpx.post(f"{url[0]}/completions", json=body, timeout=60).status_code == 200
+                )
                 filling.unlink(missing_ok=True)
             wait_until(lambda: restarts_of(state) == {"decode-0": 2})
         assert up.returncode == 0

@@ -13,6 +13,7 @@ from schemas.directory import AskHeat, DescribeDirectory, Inventory, LocateBlock
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.request import KVSource, Placement, PlaceRequest
 from schemas.worker import BlockCounts, LeftReason, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
+from services.bus.limits import MIN_PAYLOAD_BYTES
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
@@ -69,7 +70,8 @@ class FakeWorker:
 
     async def _inventory(self, received: Received[ReadInventory]) -> Inventory:
         self.num_inventories += 1
-        return self.ledger.inventory([("arena", self.contents)], received.message.offset)
+        max_bytes = self.bus.connection.max_bytes
+        return self.ledger.inventory(lambda: [("arena", list(self.contents))], received.message.offset, max_bytes)
 
     async def store(self, tokens: list[int], *, lost: bool = False) -> None:
         hashes = hashes_of(tokens)
@@ -123,6 +125,29 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         assert before >= 1 and successor.num_inventories == 1
         first.set()
         stop.set()
+
+
+async def test_a_broker_of_small_messages_is_enough_while_much_changes() -> None:
+    """70,000 blocks in pages of 32 KiB to a directory that starts, and more blocks after each page."""
+    broker, stop = MemoryBroker(max_bytes=MIN_PAYLOAD_BYTES), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        worker = FakeWorker(MemoryBus(broker))
+        await worker.start(tasks)
+        held = list(range(280_000))
+        worker.contents = hashes_of(held)
+        room = msgspec.structs.replace(LOAD.worker, num_blocks=100_000)
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
+        await asyncio.sleep(0)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), msgspec.structs.replace(LOAD, worker=room))
+        beginnings = [[number] * 4 for number in range(40)]
+        for number, beginning in enumerate(beginnings):
+            await until(lambda number=number: worker.num_inventories > number)
+            await worker.store(beginning)
+        await worker.until_located(held[:4_000], 1_000)
+        assert [await worker.locate(beginning) for beginning in beginnings] == [1] * 40
+        assert worker.num_inventories < 60, "all was read once"
+        stop.set()
+        await worker.bus.close()
 
 
 async def test_a_worker_is_told_the_heat_of_as_many_blocks_as_it_may_ask_about(monkeypatch: pytest.MonkeyPatch) -> None:

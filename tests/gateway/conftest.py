@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.config import MeshConfig
 from services.gateway.api.prepare import GatewayModel
@@ -68,6 +69,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
         times: dict[str, Any] | None = None,
         send_buffer: int = 0,
         model_path: Path | None = None,
+        max_bytes: int = MAX_PAYLOAD_BYTES,
         **mesh_fields,
     ) -> AsyncIterator[Rig]:
         config = MeshConfig(tenant_seed=SEED)
@@ -84,7 +86,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
             config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model_path)))
             served = load_model(config)
         answer = [*served.codec.encode(TEXT), min(served.eos_token_ids)]
-        broker, spans = MemoryBroker(), list[SpanRecord]()
+        broker, spans = MemoryBroker(max_bytes), list[SpanRecord]()
         mesh = FakeMesh(MemoryBus(broker), served.layout.fingerprint, lambda prompt: answer, **mesh_fields)
         telemetry = Telemetry("gateway", ListExporter(spans))
         sock = bind("127.0.0.1", 0)

@@ -1,13 +1,15 @@
 """Every absurd body ends in a 4xx of OpenAI's shape that names the field."""
 
+import re
 import socket
 
+import httpx
 import pytest
 
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import encode
 from schemas.request import RefusalReason, SamplingParams
-from services.bus.limits import MAX_PAYLOAD_BYTES
+from services.bus.limits import MAX_PAYLOAD_BYTES, MIN_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
 from services.gateway.api.invalid import InvalidRequestError
@@ -192,14 +194,47 @@ async def test_a_body_over_the_limit(rig: Rig) -> None:
     assert answer.json()["error"]["code"] == "request_too_large"
 
 
-def huge(model: GatewayModel, num_tokens: int) -> bytes:
-    return f'{{"model": "{model.name}", "max_tokens": 1, "prompt": [{"1," * (num_tokens - 1)}1]}}'.encode()
+def huge(model: GatewayModel, num_tokens: int, max_tokens: int = 1) -> bytes:
+    return f'{{"model": "{model.name}", "max_tokens": {max_tokens}, "prompt": [{"1," * (num_tokens - 1)}1]}}'.encode()
 
 
 async def test_a_prompt_over_the_bus_limit(rig: Rig) -> None:
     answer = await rig.http.post(C, content=huge(rig.model, 1_600_000), headers=JSON)
     assert answer.status_code == 413
     assert str(MAX_PAYLOAD_BYTES) in answer.json()["error"]["message"]
+
+
+async def test_a_broker_of_small_messages_bounds_prompt_and_answer(open_rig: OpenRig) -> None:
+    """Before anything is placed; what fits is answered, and an answer without a bound ends where it still fits."""
+    async with open_rig(max_bytes=MIN_PAYLOAD_BYTES, timeout_s=30) as rig:
+        for body, param in ((huge(rig.model, 7_900), "prompt"), (huge(rig.model, 100, 6_000), "max_tokens")):
+            refused = await rig.http.post(C, content=body, headers=JSON)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"], error["param"]) == (413, "request_too_large", param)
+            assert str(MIN_PAYLOAD_BYTES) in error["message"] and re.search(r"of (7900|100) tokens", error["message"])
+        asked = {"model": rig.model.name, "prompt": [1] * 3_000, "prompt_logprobs": 1, "max_tokens": 1}
+        refused = await rig.http.post(C, json=asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (413, "prompt_logprobs")
+        assert not rig.mesh.places
+        answered = await rig.http.post(C, content=huge(rig.model, 4_000), headers=JSON)
+        assert answered.status_code == 200 and len(rig.mesh.places) == 1
+
+
+async def test_a_client_or_the_mesh_may_insist_on_two_workers(open_rig: OpenRig) -> None:
+    async with open_rig(timeout_s=30) as rig:
+
+        async def ask(split: str, max_tokens: int = 2) -> httpx.Response:
+            body = {"model": rig.model.name, "prompt": "Hi", "max_tokens": max_tokens}
+            return await rig.http.post(C, json=body, headers={"X-Kvmesh-Split": split} if split else {})
+
+        for split, must_split in (("always", True), ("Always", True), ("auto", False), ("", False)):
+            assert (await ask(split)).status_code == 200
+            assert rig.mesh.places[-1].must_split is must_split
+        for refused, code in ((await ask("never"), None), (await ask("always", 1), "not_split")):
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == code
+        assert len(rig.mesh.places) == 4
+    async with open_rig(timeout_s=30, gateway={"split": "always"}) as rig:
+        assert (await ask("auto")).status_code == 200 and rig.mesh.places[-1].must_split
 
 
 def test_what_passes_the_limit_fits(model: GatewayModel) -> None:

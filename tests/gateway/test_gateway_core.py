@@ -3,6 +3,7 @@
 import ast
 import inspect
 import itertools
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -507,3 +508,17 @@ def test_logarithms_go_out_once_over_a_second_attempt() -> None:
     feed(request, failed(D1), placed(2, P2, D2))
     actions = feed(request, TokensReceived(2, P2, 0, (1, 2), logprobs=(again, two)))
     assert actions == [Deliver(1, (2,), (two,))]
+
+
+@pytest.mark.parametrize(("must_split", "recomputed"), [(True, 0), (True, 7), (False, 7)])
+def test_what_must_be_split_fails_where_its_prompt_was_computed_twice(must_split: bool, recomputed: int) -> None:
+    request = RequestCore(RequestId("req-1"), 9, MeshConfig(), Hearing(PresenceTimes()), must_split=must_split)
+    feed(request, Submitted(), placed())
+    report = TransferReport(transferred_tokens=20 - recomputed, recomputed_tokens=recomputed)
+    actions = feed(request, replace(tokens(D1, 0, 5), report=report))
+    if must_split and recomputed:
+        (fail,) = (action for action in actions if isinstance(action, FailRequest))
+        assert (fail.code, fail.status) == ("not_split", 503) and "d1 computed 7 tokens" in fail.message
+        assert not delivered(actions)
+    else:
+        assert delivered(actions) == [5]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from schemas.block import unpack_tokens
+from services.gateway import limits
+from services.gateway.api import parameters
 from services.gateway.api.capabilities import BODIES
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import decode_as
@@ -92,6 +94,24 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(route: Route, name: str
 def test_a_name_of_a_million_characters_costs_nothing() -> None:
     error = refusal(Route.CHAT, **{"x" * 1_000_000: 1})
     assert error is not None and len(error.message) <= 500
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_what_is_long_is_refused_or_passed_over_before_it_is_decoded(
+    route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long body no value is looked into but what is part of the prompt."""
+    monkeypatch.setattr(parameters, "_decoded", lambda raw: pytest.fail(f"{len(bytes(raw))} bytes are decoded"))
+    long = "x" * 2_000_000
+    for name in BODIES[route].__struct_fields__:
+        if limits.LONG_FIELDS.get(name) != limits.MAX_BODY_BYTES:
+            error = refusal(route, **{name: long})
+            assert error is not None and (error.param, error.code) == (name, "too_large")
+    for parameter, routes in CASES:
+        if routes is route:
+            error = refusal(route, **{parameter.name: long})
+            refused = error is not None and (error.param, error.code) == (parameter.name, "unsupported_parameter")
+            assert refused == (parameter.treatment is Treatment.REFUSED)
 
 
 async def test_capabilities_name_every_parameter(rig: Rig) -> None:

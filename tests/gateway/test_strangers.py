@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from services.errors import UserError
 from services.gateway import limits
-from services.gateway.api.bodies import Bodies
+from services.gateway.api.bodies import Bodies, _Share
 from services.gateway.api.guard import HostGuard, NotNowError, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import ChatBody, CompletionBody, decode_body, options_of
@@ -111,7 +111,7 @@ def test_no_context_is_so_large_that_a_text_may_take_all_memory(model: GatewayMo
 async def test_bodies_in_flight_are_bounded_and_short_ones_are_served(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 200_000)
+    monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 400_000)
     async with peer(rig) as slow:
         await slow.send(head(content_length="260000") + b" " * 259_999)
         answers: list[httpx.Response] = []
@@ -494,6 +494,45 @@ async def test_endless_headers_are_cut_off(rig: Rig) -> None:
         assert await endless.is_closed()
 
 
+def chunked(*parts: bytes) -> bytes:
+    return head(transfer_encoding="chunked") + b"".join(parts)
+
+
+BODY_IN_A_CHUNK = b"%x\r\n%b\r\n" % (len(prompt_of(4)), prompt_of(4))
+
+
+@pytest.mark.parametrize(
+    ("begin", "endless"),
+    [
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"x: y\r\n", id="headers"),
+        pytest.param(b"GET /health?", b"x" * 6, id="a first line"),
+        pytest.param(chunked(BODY_IN_A_CHUNK, b"0\r\n"), b"x: y\r\n", id="trailers"),
+        pytest.param(chunked(BODY_IN_A_CHUNK, b"0\r\nx: "), b"x" * 6, id="one trailer"),
+        pytest.param(chunked(b"1"), b";a=b;c=d", id="extensions of a chunk"),
+        pytest.param(chunked(), b"1;a=b;c=d\r\nx\r\n", id="an extension of each chunk"),
+        pytest.param(chunked(), b"0" * 6, id="the size of a chunk"),
+        pytest.param(chunked(), b"1\r\nx\r\n", id="chunks of one byte"),
+    ],
+)
+async def test_what_a_parser_takes_beside_the_body_is_bounded(rig: Rig, begin: bytes, endless: bytes) -> None:
+    """In one write, so that it comes in reads as long as a read may be."""
+    async with peer(rig) as stranger:
+        with contextlib.suppress(ConnectionError):
+            await stranger.send(begin + endless * (2_000_000 // len(endless)))
+        with contextlib.suppress(ConnectionResetError):
+            assert (await stranger.reader.read())[:12] in (b"", b"HTTP/1.1 400")
+    assert not rig.mesh.places
+
+
+async def test_a_body_in_short_chunks_with_trailers_is_served(rig: Rig) -> None:
+    body = prompt_of(4)
+    parts = [body[at : at + 7] for at in range(0, len(body), 7)]
+    chunks = [b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in parts]
+    async with peer(rig) as client:
+        await client.send(chunked(*chunks, b"0\r\nx-checked: yes\r\n\r\n"))
+        assert (await client.answer())[0] == 200
+
+
 async def test_a_flood_of_pipelined_requests_is_cut_off(rig: Rig) -> None:
     rig.mesh.gate.clear()
     async with peer(rig) as hasty:
@@ -516,6 +555,48 @@ async def test_idle_connections_lock_nobody_out(open_rig: OpenRig) -> None:
             assert await first.is_closed()
         await idle[-1].send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await idle[-1].answer())[0] == 200, "the last ones are kept"
+
+
+async def test_bodies_that_never_end_lock_nobody_out(open_rig: OpenRig) -> None:
+    most = limits.MIN_CONNECTIONS
+    async with open_rig(gateway={"max_connections": most}) as rig, contextlib.AsyncExitStack() as held:
+        endless = []
+        for _ in range(3 * most):
+            endless.append(await held.enter_async_context(peer(rig)))
+            await endless[-1].send(head(content_length="1000") + b" ")
+            assert (await rig.http.post(C, content=prompt_of(4), headers=JSON)).status_code == 200
+        for first in endless[: 2 * most]:
+            assert await first.is_closed()
+        await endless[-1].send(b" " * 999)
+        assert (await endless[-1].answer())[0] == 400, "the last ones are kept"
+
+
+async def test_of_two_keys_the_one_with_most_open_bodies_loses_them(open_rig: OpenRig) -> None:
+    most, keys = limits.MIN_CONNECTIONS, {"key-a": "a", "key-b": "b"}
+    async with open_rig(gateway={"max_connections": most, "tenants": keys}) as rig, contextlib.AsyncExitStack() as held:
+        body = prompt_of(4)
+        modest = await held.enter_async_context(peer(rig))
+        await modest.send(head(authorization="Bearer key-b", content_length=str(len(body))) + body[:-1])
+        greedy = [await held.enter_async_context(peer(rig)) for _ in range(2 * most)]
+        for each in greedy:
+            with contextlib.suppress(ConnectionError):
+                await each.send(head(authorization="Bearer key-a", content_length="1000") + b" ")
+            assert (await rig.http.get("/health")).status_code == 200
+        for first in greedy[:most]:
+            assert await first.is_closed()
+        await modest.send(body[-1:])
+        assert (await modest.answer())[0] == 200
+
+
+async def test_an_owner_s_bodies_have_half_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 4 * limits.FREE_BODY_BYTES)
+    bodies = Bodies(GatewayTimes())
+    a, b = _Share(("a", "1.2.3.4"), 10**9), _Share(("b", "1.2.3.4"), 10**9)
+    for share in (a, b):
+        bodies._take(share, 3 * limits.FREE_BODY_BYTES)
+        with pytest.raises(NotNowError):
+            bodies._take(share, 3 * limits.FREE_BODY_BYTES + 1)
+    assert bodies.num_bytes.total() == limits.MAX_BODIES_BYTES
 
 
 async def test_who_comes_while_all_are_busy_is_told_so(open_rig: OpenRig) -> None:

@@ -35,6 +35,7 @@ from schemas.request import (
 )
 from schemas.subjects import CarriesT, Subject
 from schemas.worker import DescribeFleet, WorkerLoad, WorkerRole
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
@@ -315,13 +316,14 @@ async def one_process_mesh(
     lease_ms: int = LEASE_MS,
     leave_bytes: int = 2**29,
     exporter: ListExporter | None = None,
+    max_bytes: int = MAX_PAYLOAD_BYTES,
     times: Times = Times(),  # noqa: B008  (frozen)
 ) -> AsyncGenerator[Client]:
     """Run scheduler, directory and these workers on one loop, and give a client once all are known.
 
     `stops`: of workers that are to stop before the others do.
     """
-    broker, stop = MemoryBroker(), asyncio.Event()
+    broker, stop = MemoryBroker(max_bytes), asyncio.Event()
     settings = WorkerConfig(
         block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=lease_ms,  # type: ignore[arg-type]
         prefix_cache=prefix_cache, fence_after_ms=fence_after_ms, drain_s=drain_s,

@@ -24,6 +24,7 @@ from schemas.request import (
     RunPrefill,
     SamplingParams,
 )
+from services.bus.limits import MAX_PAYLOAD_BYTES, MIN_PAYLOAD_BYTES
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
@@ -47,8 +48,8 @@ def expected(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
-@pytest.mark.parametrize("num_blocks", [96, 512])
-async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "max_bytes"), [(96, MIN_PAYLOAD_BYTES), (512, MAX_PAYLOAD_BYTES)])
+async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int, max_bytes: int) -> None:
     """In a small pool requests wait for room; a prompt that waits for long makes way, and is read or computed again."""
     rng = random.Random(5)
     parts = [
@@ -56,7 +57,7 @@ async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int) 
         for role in ("prefill", "decode")
         for n in range(2)
     ]
-    async with one_process_mesh(*parts, carrier=carrier) as client:
+    async with one_process_mesh(*parts, carrier=carrier, max_bytes=max_bytes) as client:
         jobs = []
         for number in range(60):
             prompt = [rng.randrange(1, VOCAB) for _ in range(rng.choice([1, 7, 8, 9, 40, 200]))]

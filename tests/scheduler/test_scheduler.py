@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from schemas.directory import HolderPrefix
 from schemas.ids import RequestId, WorkerId
+from schemas.message import encode
 from schemas.request import Placement, PlaceRequest, RefusalReason, Refused
 from schemas.worker import (
     BlockCounts,
@@ -18,6 +20,7 @@ from schemas.worker import (
     WorkerLoad,
     WorkerRole,
 )
+from services.bus.limits import MIN_PAYLOAD_BYTES
 from services.config import SchedulerConfig
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
@@ -87,6 +90,7 @@ def refused(core: SchedulerCore, request: PlaceRequest, now_ms: int = 0) -> Refu
 
 P0, P1 = info("p0", "prefill"), info("p1", "prefill")
 D0, D1 = info("d0", "decode"), info("d1", "decode")
+A0 = info("a0", "aggregated")
 
 
 def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> WorkerLoad:
@@ -256,7 +260,44 @@ def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> Non
     for worker in (P0, D0):
         core.handle(load(worker), 0)
     assert core.describe(0).ready
-    assert [w.worker.worker_id for w in core.describe(0).workers] == ["p0", "d0"]
+    assert [w.worker.worker_id for w in core.describe(0).workers] == ["d0", "p0"]
+
+
+@pytest.mark.parametrize("policy", ["cost", "least_loaded", "round_robin", "affinity"])
+def test_what_must_be_split_goes_to_two_workers_or_nowhere(policy: str) -> None:
+    must = replace(ask(), must_split=True)
+    core = fleet(policy, A0, P0, D0)
+    assert [placed(core, must) for _ in range(4)] == [("p0", "d0")] * 4
+    alone = fleet(policy, A0, D0)
+    assert placed(alone, ask())[1] is None
+    refusal = refused(alone, must)
+    assert refusal.reason is RefusalReason.NO_WORKER
+    assert refusal.detail == "no prefill worker is ready, and it must be split"
+
+
+def test_what_must_be_split_is_not_left_to_a_decode_worker_that_holds_it_all() -> None:
+    core = fleet("cost", P0, D0)
+    held = (HolderPrefix(worker_id=D0.worker_id, incarnation=D0.incarnation, num_blocks=6),)
+    question = replace(ask(tokens=100), block_hashes=bytes(range(96)))
+    alone = core.place(question, 0, held)
+    assert isinstance(alone, Placement) and alone.decode_worker is None
+    split = core.place(replace(question, must_split=True), 0, held)
+    assert isinstance(split, Placement) and (split.prefill_worker, split.decode_worker) == ("p0", "d0")
+
+
+def test_a_large_fleet_is_described_in_parts_that_fit() -> None:
+    core = SchedulerCore(SchedulerConfig(policy="least_loaded"), PresenceTimes())
+    names = sorted(f"p{number}" for number in range(150))
+    for name in names:
+        core.handle(load(info(name, "prefill")), 0)
+    found: list[str] = []
+    while True:
+        part = core.describe(0, found[-1] if found else "", MIN_PAYLOAD_BYTES)
+        assert len(encode(part)) <= MIN_PAYLOAD_BYTES
+        found += [worker.worker.worker_id for worker in part.workers]
+        if not part.more:
+            break
+    assert found == names
 
 
 def test_a_worker_that_has_only_joined_is_taken_to_be_idle_and_is_not_listed() -> None:

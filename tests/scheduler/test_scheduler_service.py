@@ -10,7 +10,6 @@ from schemas import subjects
 from schemas.directory import BlocksLocated, LocateBlocks
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import (
-    DescribeFleet,
     PingWorker,
     WorkerAlive,
     WorkerJoined,
@@ -18,6 +17,7 @@ from schemas.worker import (
     WorkerRole,
 )
 from services.bus.base import Bus
+from services.bus.fleet import ask_fleet
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig, WorkerConfig
@@ -80,7 +80,7 @@ class Client:
         return await self.bus.ask(subjects.PLACE, (), question(list(range(100))), PATIENCE_S)
 
     async def workers(self) -> set[str]:
-        reply = await self.bus.ask(subjects.FLEET, (), DescribeFleet(), PATIENCE_S)
+        reply = await ask_fleet(self.bus, PATIENCE_S)
         return {load.worker.worker_id for load in reply.workers}
 
 

@@ -449,8 +449,8 @@ def choices_share_one_id(patch: pytest.MonkeyPatch) -> None:
 
     make_jobs = http.make_jobs
 
-    def same_id(model: Any, prepared: Any, request_id: Any, *rest: Any) -> Any:
-        jobs = make_jobs(model, prepared, request_id, *rest)
+    def same_id(model: Any, prepared: Any, request_id: Any, *rest: Any, **more: Any) -> Any:
+        jobs = make_jobs(model, prepared, request_id, *rest, **more)
         return [dataclasses.replace(job, request_id=request_id) for job in jobs]
 
     patch.setattr(http, "make_jobs", same_id)

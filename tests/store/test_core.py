@@ -459,7 +459,7 @@ def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
     pages = []
     offset: int | None = 0
     while offset is not None:
-        page = ledger.inventory(core.memory.contents(), offset)
+        page = ledger.inventory(core.memory.contents, offset)
         pages.append((page.tier, split_hashes(page.block_hashes), page.sequence))
         offset = page.next_offset
     assert pages == [
@@ -471,14 +471,14 @@ def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
 
 
 def test_an_empty_stores_inventory_is_one_empty_page() -> None:
-    page = BlockLedger(STORE, "i").inventory(make_core().memory.contents(), 0)
+    page = BlockLedger(STORE, "i").inventory(make_core().memory.contents, 0)
     assert (page.block_hashes, page.next_offset, page.sequence) == (b"", None, 0)
 
 
 def test_an_inventory_of_a_tier_alone() -> None:
     core = make_core()
     core.memory.back.restore(keys_at(1))
-    page = BlockLedger(STORE, "i").inventory(core.memory.contents(), 0)
+    page = BlockLedger(STORE, "i").inventory(core.memory.contents, 0)
     assert (page.tier, split_hashes(page.block_hashes), page.next_offset) == ("disk", hashes_of(1), None)
 
 

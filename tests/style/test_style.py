@@ -140,6 +140,17 @@ def test_no_client_of_ours_asks_a_proxy_for_the_mesh(nodes: dict[str, list[ast.A
     assert files_with(nodes, may_use_one) == set()
 
 
+def test_text_is_utf_8_whatever_the_locale(nodes: dict[str, list[ast.AST]]) -> None:
+    num_arguments = {"read_text": 0, "write_text": 1}
+
+    def asks_the_locale(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        return len(node.args) + len(node.keywords) == num_arguments.get(node.func.attr)
+
+    assert files_with(nodes, asks_the_locale) == set()
+
+
 def writes_by_itself(node: ast.AST) -> bool:
     """Say whether this makes a folder, or a file that anybody may read."""
     if not isinstance(node, ast.Call):

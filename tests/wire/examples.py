@@ -231,6 +231,7 @@ EXAMPLES: tuple[Message, ...] = (
         excluded_workers=(TARGET,),
         tenant="t",
         moved_from=SOURCES[0],
+        must_split=True,
     ),
     Placement(
         **REQUEST,
@@ -243,8 +244,8 @@ EXAMPLES: tuple[Message, ...] = (
         spare_blocks=40,
     ),
     Refused(**REQUEST, reason=RefusalReason.NO_WORKER, detail="no decode worker is ready", retry_after_ms=1000),
-    DescribeFleet(),
-    FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,)),
+    DescribeFleet(after="decode-9"),
+    FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,), more=True),
     WorkerJoined(worker=INFO),
     LOAD,
     WorkerBeat(**HOLDER),

@@ -10,6 +10,7 @@ from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, WorkerId
 from schemas.logprobs import TokenLogprob, pack_logprobs
+from schemas.message import encode
 from schemas.request import (
     AttemptFailure,
     AttemptId,
@@ -20,7 +21,8 @@ from schemas.request import (
     TransferReport,
 )
 from schemas.worker import WorkerDraining
-from services.bus.memory import MemoryBus
+from services.bus.limits import MIN_PAYLOAD_BYTES
+from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
 from services.prefill.core import PrefillCore
 from services.presence import BusConnected
@@ -256,16 +258,36 @@ def test_logarithms_are_given_again_with_their_tokens() -> None:
     assert later is not None and later.logprobs == pack_logprobs([second]) and later.prompt_logprobs is None
 
 
-async def test_long_logarithms_go_in_a_message_of_their_own() -> None:
+async def test_what_one_step_says_is_as_many_messages_as_the_broker_needs() -> None:
     sent: list[TokensEmitted] = []
 
     class Bus(TypedBus):
         async def publish(self, subject, ids, message, *_):  # type: ignore[no-untyped-def]
             sent.append(message)
 
-    outbox = Outbox(Bus(MemoryBus(), "prefill"), WorkerId("w"))
-    plain, long = said(0, 7), said(0, 7, prompt_logprobs=pack_logprobs([TokenLogprob(-2.0)] * 1000))
-    outbox.put_tokens([(GATEWAY, plain), (GATEWAY, long), (GATEWAY, plain)])
+    outbox = Outbox(Bus(MemoryBus(MemoryBroker(max_bytes=MIN_PAYLOAD_BYTES)), "prefill"), WorkerId("w"))
+    top = tuple((2**31 + number, -1.0) for number in range(20))
+    step = [said(0, 7, logprobs=pack_logprobs([TokenLogprob(-2.0, top)])) for _ in range(200)]
+    step.insert(10, said(0, 7, prompt_logprobs=pack_logprobs([TokenLogprob(-2.0)] * 4_000)))
+    outbox.put_tokens([(GATEWAY, tokens) for tokens in step])
     outbox.close()
     await outbox.run()
-    assert [message.requests for message in sent] == [(long,), (plain, plain)]
+    assert [tokens for message in sent for tokens in message.requests] == step
+    assert sent[1].requests == (step[10],) and len(sent) < 12
+    assert all(len(encode(message)) <= MIN_PAYLOAD_BYTES for message in sent)
+
+
+def test_what_is_asked_for_again_comes_in_parts_and_ends_with_the_last() -> None:
+    answer = SentAnswer()
+    logprobs = [TokenLogprob(-1.0, ((1, -1.0), (2, -2.0)))] * 4_000
+    answer.add(said(0, *range(4_000), logprobs=pack_logprobs(logprobs)))
+    answer.add(said(4_000, finish_reason="length"))
+    found: list[int] = []
+    while True:
+        part = answer.since(KEY, len(found), MIN_PAYLOAD_BYTES)
+        assert part is not None and part.logprobs is not None
+        assert len(encode(TokensEmitted(worker_id=WorkerId("w"), requests=(part,)))) < MIN_PAYLOAD_BYTES // 2
+        found += unpack_tokens(part.tokens)
+        if part.finish_reason is not None:
+            break
+    assert found == list(range(4_000))

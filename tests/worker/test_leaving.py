@@ -15,7 +15,7 @@ from services.worker.core.content import ReadOutcome
 from services.worker.core.events import CopyOffered, ReadEnded
 from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
 from services.worker.core.replicas import ReplicaCore
-from services.worker.limits import MAX_OFFER_BLOCKS
+from services.worker.limits import MESSAGE_BLOCKS
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one
 
@@ -100,9 +100,9 @@ def test_who_is_offered_nothing(other: WorkerLoad) -> None:
 def test_tenants_and_long_lists_are_messages_of_their_own() -> None:
     roomy = BlockCounts(total=10_000, free=0, running=0, leased=0)
     store = msgspec.structs.replace(load("s0", "store"), blocks=roomy)
-    mixed = [*hot(MAX_OFFER_BLOCKS + 1), *hot(2, "t")]
+    mixed = [*hot(MESSAGE_BLOCKS + 1), *hot(2, "t")]
     offers = left_behind(ME, mixed, [store])
-    assert [(o.tenant, len(o.hashes)) for o in offers] == [("", MAX_OFFER_BLOCKS), ("", 1), ("t", 2)]
+    assert [(o.tenant, len(o.hashes)) for o in offers] == [("", MESSAGE_BLOCKS), ("", 1), ("t", 2)]
 
 
 def test_what_was_used_last_comes_first() -> None:

@@ -18,7 +18,7 @@ from services.worker.core.events import CopyOffered, DrainBegun, Fenced, Sequenc
 from services.worker.core.leases import LeaseTable
 from services.worker.core.replica_offer import ReplicaOffer
 from services.worker.core.replicas import ReplicaCore
-from services.worker.limits import MAX_COPIES_WAITING, MAX_COPY_BLOCKS, MAX_COPY_READS, MAX_OFFER_BLOCKS
+from services.worker.limits import MAX_COPIES_WAITING, MAX_COPY_BLOCKS, MAX_COPY_READS, MESSAGE_BLOCKS
 from tests.worker import worker_cases as case
 
 OFFER_INTERVAL_MS = Times().worker.offer_interval_ms
@@ -110,8 +110,8 @@ def test_an_ended_sequence_s_last_blocks_go_out_at_once() -> None:
 
 
 def test_a_long_prompt_goes_out_in_several_messages() -> None:
-    offers = offer_of(hasher((MAX_OFFER_BLOCKS + 5) * BLOCK))
-    assert offered_blocks(offers.due(MAX_OFFER_BLOCKS + 5, 0)) == [(0, MAX_OFFER_BLOCKS), (MAX_OFFER_BLOCKS, 5)]
+    offers = offer_of(hasher((MESSAGE_BLOCKS + 5) * BLOCK))
+    assert offered_blocks(offers.due(MESSAGE_BLOCKS + 5, 0)) == [(0, MESSAGE_BLOCKS), (MESSAGE_BLOCKS, 5)]
 
 
 def prefilling(replica: WorkerId | None, cache: BlockCache | None = None) -> tuple[PrefillCore, Submit]:
@@ -232,7 +232,7 @@ def test_a_quarter_stays_free_and_nothing_is_evicted() -> None:
         {"first_block": -1},
         {"block_hashes": b"cut"},
         {"block_hashes": 2 * offer().block_hashes},
-        {"block_hashes": bytes(16) * (MAX_OFFER_BLOCKS + 1)},
+        {"block_hashes": bytes(16) * (MESSAGE_BLOCKS + 1)},
         {"deadline_ms": 0},
     ],
 )

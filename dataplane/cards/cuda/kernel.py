@@ -76,7 +76,7 @@ def compile_kernels(nvrtc: Any, capability: int) -> bytes:
     is_known = capability in supported
     # for a card that is newer than the compiler the driver translates what suits the newest that is known
     arch = f"-arch={'sm' if is_known else 'compute'}_{max(older)}"
-    program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
+    program = nvrtc.createProgram(SOURCE.read_text("utf-8"), SOURCE.name, (), ())
     try:
         nvrtc.compileProgram(program, (arch, "-std=c++17"))
         image: bytes | str = nvrtc.getCUBIN(program) if is_known else nvrtc.getPTX(program)

@@ -144,7 +144,7 @@ def make_known_checkpoint(
     _copy_tokenizer(DEMO_MODEL_DIR, folder)
     # Last: it says that all of it is there.
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), "utf-8")
     return folder
 
 

@@ -121,7 +121,7 @@ def packing(dtype: str, block_size: int, head_dim: int, machine: str, cpu_flags:
 def _cpu_flags() -> frozenset[str]:
     """Return what the processor can do, as Linux tells; elsewhere nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return frozenset()
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import zlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,8 +27,10 @@ _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate
 
 @dataclass(slots=True)
 class _Share:
-    """What one body counts for."""
+    """What one body counts for. `owner`: the tenant and the address that it comes from."""
 
+    owner: tuple[str, str]
+    max_bytes: int
     num_bytes: int = 0
 
 
@@ -36,24 +39,28 @@ class Bodies:
     """The bodies that one gateway is reading or understanding."""
 
     times: GatewayTimes
-    num_bytes: int = 0
-    """What of them counts for the bound."""
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=lambda: Counter[tuple[str, str]]())
+    """What of them counts for the bound, by owner."""
     _turn: Turn = field(init=False)
 
     def __post_init__(self) -> None:
         self._turn = Turn("other long prompts are being read", self.times.turn_s)
 
     @contextlib.asynccontextmanager
-    async def read(self, request: Request[object, object, State], timeout_s: float) -> AsyncGenerator[bytes]:
-        """Read a body, which counts until the block ends.
+    async def read(
+        self, request: Request[object, object, State], timeout_s: float, tenant: str, max_bytes: int
+    ) -> AsyncGenerator[bytes]:
+        """Read a body of `max_bytes` at most, which counts until the block ends.
 
         Raises InvalidRequestError for one that is too long or too slow, and NotNowError.
         """
-        share = _Share()
+        share = _Share((tenant, request.client.host if request.client else ""), max_bytes)
         try:
             yield await self._read(request, min(timeout_s, self.times.body_s), share)
         finally:
-            self.num_bytes -= share.num_bytes
+            self.num_bytes[share.owner] -= share.num_bytes
+            if not self.num_bytes[share.owner]:
+                del self.num_bytes[share.owner]
 
     async def understand(self, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
         """Return the result of `work`, which understands a body of so many bytes. Raises NotNowError.
@@ -75,8 +82,8 @@ class Bodies:
             async with asyncio.timeout(timeout_s):
                 async for chunk in unpacked:
                     num_read += len(chunk)
-                    if num_read > limits.MAX_BODY_BYTES:
-                        raise _too_large()
+                    if num_read > share.max_bytes:
+                        raise _too_large(share.max_bytes)
                     self._take(share, num_read)
                     chunks.append(chunk)
         except TimeoutError as error:
@@ -85,15 +92,16 @@ class Bodies:
         except HTTPException as error:
             if error.status_code != 413:
                 raise
-            raise _too_large() from error
+            raise _too_large(limits.MAX_BODY_BYTES) from error
         return b"".join(chunks)
 
     def _take(self, share: _Share, num_read: int) -> None:
-        """Let a body of which so much has come count. Raises NotNowError."""
+        """Let a body of which so much has come count: its owner may have half of the bound. Raises NotNowError."""
         more = max(0, num_read - limits.FREE_BODY_BYTES) - share.num_bytes
-        if more > 0 and self.num_bytes + more > limits.MAX_BODIES_BYTES:
-            raise NotNowError("overloaded", f"the bodies of other requests already have {self.num_bytes} bytes")
-        self.num_bytes += more
+        own, all_bytes = self.num_bytes[share.owner] + more, self.num_bytes.total() + more
+        if more > 0 and (all_bytes > limits.MAX_BODIES_BYTES or own > limits.MAX_BODIES_BYTES // 2):
+            raise NotNowError("overloaded", f"the bodies of other requests already have {all_bytes - more} bytes")
+        self.num_bytes[share.owner] = own
         share.num_bytes += more
 
 
@@ -140,5 +148,5 @@ def _broken(encoding: str) -> InvalidRequestError:
     return InvalidRequestError(f"the body is not one whole {encoding} stream", None, "invalid_encoding")
 
 
-def _too_large() -> InvalidRequestError:
-    return InvalidRequestError(f"the body is over {limits.MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
+def _too_large(max_bytes: int) -> InvalidRequestError:
+    return InvalidRequestError(f"the body is over {max_bytes} bytes", None, "request_too_large", 413)

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from dataplane.addresses import address_of, is_loopback
+from services.config import SplitMode
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.replies import (
@@ -22,6 +23,8 @@ from services.gateway.api.replies import (
 from services.gateway.request.events import FailRequest
 
 Headers = Mapping[str, str]
+
+SPLIT_HEADER = "x-kvmesh-split"
 
 
 class NotNowError(Exception):
@@ -112,6 +115,14 @@ def check_json(headers: Headers) -> None:
     if kind != "application/json":
         message = f"the body must be sent as Content-Type: application/json, not {kind or 'without a type'}"
         raise InvalidRequestError(message, None, "unsupported_media_type", 415)
+
+
+def asks_to_split(headers: Headers) -> bool:
+    """Say whether a client wants its request to be served by two workers or to fail. Raises InvalidRequestError."""
+    said = headers.get(SPLIT_HEADER, "auto").strip().lower()
+    if said not in get_args(SplitMode):
+        raise InvalidRequestError(f"the header {SPLIT_HEADER} says `auto` or `always`, not {said!r:.80}")
+    return said == "always"
 
 
 def _without_port(host: str) -> str:

@@ -46,8 +46,8 @@ class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As `reasoning_content`."""
     tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
-    annotations: list[Any] | None = None
-    provider_specific_fields: dict[str, Any] | None = None
+    annotations: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    provider_specific_fields: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     audio: None = None
     function_call: None = None
 

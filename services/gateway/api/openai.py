@@ -156,7 +156,7 @@ def decode_body(payload: bytes, *, is_chat: bool) -> CompletionBody | ChatBody:
 def decode_as(payload: bytes, kind: type[BodyT], route: Route) -> BodyT:
     """Return a body of this kind. Raises InvalidRequestError."""
     with _naming_fields():
-        found = find_problem(_fields.decode(payload), kind.__struct_fields__, route)
+        found = find_problem(payload, kind.__struct_fields__, route)
     if found is not None:
         raise InvalidRequestError(found.message, found.name, found.code)
     return decode_strictly(payload, kind)
@@ -346,5 +346,4 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> N
         raise InvalidRequestError(f"token id {worst} in `{param}` is outside 0 … {vocab_size - 1}", param)
 
 
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = functools.cache(msgspec.json.Decoder)

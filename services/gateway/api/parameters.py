@@ -6,10 +6,14 @@ too: nothing that a client asks for is passed over in silence. Pure.
 
 import difflib
 import enum
+import functools
+import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, cast
 
 import msgspec
+
+from services.gateway import limits
 
 
 class Route(enum.StrEnum):
@@ -208,20 +212,41 @@ _BY_ROUTE: Mapping[Route, Mapping[str, Parameter]] = {
 }
 
 
-def find_problem(body: Mapping[str, msgspec.Raw], honoured: Collection[str], route: Route) -> Problem | None:
-    """Return the first parameter of a body that is neither honoured nor harmless; None: there is none."""
+def find_problem(payload: bytes, honoured: tuple[str, ...], route: Route) -> Problem | None:
+    """Return the first parameter of a body that is too long, or neither honoured nor harmless; None: there is none.
+    No value is decoded that is long: none of the harmless ones is. Raises msgspec.DecodeError for what is no object."""
     known = _BY_ROUTE[route]
-    for name, raw in body.items():
+    try:
+        body = _fields_of(honoured, route).decode(payload)
+    except msgspec.ValidationError as error:
+        unknown = re.match(r"Object contains unknown field `(.*)`", str(error), re.DOTALL)
+        if unknown is None:
+            raise
+        return Problem(unknown[1], "unknown_parameter", _unknown(unknown[1], (*honoured, *known), route))
+    for name in body.__struct_fields__:
+        raw: msgspec.Raw = getattr(body, name)
+        num_bytes = memoryview(raw).nbytes
+        if not num_bytes:
+            continue
         if name in honoured:
+            if num_bytes > (bound := limits.LONG_FIELDS.get(name, limits.MAX_FIELD_BYTES)):
+                message = f"`{name}` has {num_bytes} bytes, and at most {bound} are taken"
+                return Problem(name, "too_large", message)
             if (found := _find_part(name, raw, route)) is not None:
                 return found
             continue
-        parameter = known.get(name)
-        if parameter is None:
-            return Problem(name, "unknown_parameter", _unknown(name, (*honoured, *known), route))
+        parameter = known[name]
         if parameter.treatment is Treatment.REFUSED and not _asks_for_nothing(parameter, raw):
             return Problem(name, "unsupported_parameter", f"`{name}` is not supported: {parameter.why}")
     return None
+
+
+@functools.cache
+def _fields_of(honoured: tuple[str, ...], route: Route) -> "msgspec.json.Decoder[msgspec.Struct]":
+    """Return what decodes a body into its fields, none of which is decoded itself: empty where there is none."""
+    names = dict.fromkeys((*honoured, *_BY_ROUTE[route]))
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Fields", fields, forbid_unknown_fields=True))
 
 
 def _find_part(name: str, raw: msgspec.Raw, route: Route) -> Problem | None:
@@ -240,6 +265,8 @@ def _find_part(name: str, raw: msgspec.Raw, route: Route) -> Problem | None:
 
 
 def _asks_for_nothing(parameter: Parameter, raw: msgspec.Raw) -> bool:
+    if memoryview(raw).nbytes > limits.MAX_HARMLESS_BYTES:
+        return False
     value = _decoded(raw)
     return value is None or any(type(value) is type(other) and value == other for other in parameter.harmless)
 

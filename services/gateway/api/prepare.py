@@ -3,10 +3,12 @@
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 
 from dataplane.blocks.layout import KVLayout
+from schemas.block import BLOCK_HASH_BYTES, TOKEN_BYTES
 from schemas.ids import RequestId
 from schemas.logprobs import num_message_bytes
 from services.bus.limits import MAX_PAYLOAD_BYTES
@@ -55,6 +57,12 @@ class GatewayModel:
         """A text of more bytes is not even tokenized: its tokens could not fit into the context."""
         return min(self.context_length * self.codec.longest_token_bytes, limits.MAX_TEXT_BYTES)
 
+    def max_body_bytes(self, num_prompts: int) -> int:
+        """A longer body has more than prompts of this context, however their JSON is written, and all that may be
+        asked beside them."""
+        text_bytes = limits.JSON_BYTES_A_BYTE * self.max_text_bytes * num_prompts
+        return min(limits.MAX_BODY_BYTES, text_bytes + limits.MAX_BESIDE_BYTES)
+
     def key_of(self, tenant: str) -> BlockKey:
         layout = self.layout
         return BlockKey(block_size=layout.block_size, model_fingerprint=layout.fingerprint, tenant=tenant)
@@ -76,8 +84,8 @@ class Prepared:
     constraint: Constraint | None
 
 
-def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
-    """Return what is to be computed. Raises InvalidRequestError."""
+def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int = MAX_PAYLOAD_BYTES) -> Prepared:
+    """Return what is to be computed. `max_bytes`: of a message on the bus. Raises InvalidRequestError."""
     options = options_of(body, model.vocab_size)
     texts: list[str] = []
     check_model(model, options.model)
@@ -106,7 +114,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
     grammar = constraint.grammar if constraint else ""
     sampling = msgspec.structs.replace(options.sampling, bad_words=bad_words, grammar=grammar)
     options = msgspec.structs.replace(options, sampling=sampling)
-    max_tokens = [_max_tokens(model, options, len(ids), default, param) for ids in token_ids]
+    max_tokens = [_max_tokens(model, options, len(ids), default, param, max_bytes) for ids in token_ids]
     return Prepared(
         options=options,
         prompts=tuple(token_ids),
@@ -126,9 +134,19 @@ def constraint_in(body: CompletionBody | ChatBody) -> Constraint | None:
 
 
 def make_jobs(
-    key: BlockKey, prepared: Prepared, request_id: RequestId, deadline_ms: int, trace: TraceContext
+    key: BlockKey,
+    prepared: Prepared,
+    request_id: RequestId,
+    deadline_ms: int,
+    trace: TraceContext,
+    *,
+    must_split: bool = False,
 ) -> list[Job]:
-    """Return one job per choice, in the order of their indexes; a prompt's choices differ by their seeds only."""
+    """Return one job per choice, in the order of their indexes; a prompt's choices differ by their seeds only. Raises
+    InvalidRequestError where one must be split and cannot."""
+    if must_split and 1 in prepared.max_tokens:
+        message = "this request is to be split, and the first token of an answer comes with the prompt: ask for two"
+        raise InvalidRequestError(message, prepared.options.max_tokens_param, "not_split")
     options = prepared.options
     base_seed = secrets.randbits(62) if options.seed is None else options.seed
     jobs: list[Job] = []
@@ -145,6 +163,7 @@ def make_jobs(
                 ),
                 deadline_ms=deadline_ms,
                 trace=trace,
+                must_split=must_split,
             )
             jobs.append(job)
     return jobs
@@ -213,28 +232,34 @@ def _check_length(model: GatewayModel, texts: Iterable[str], param: str) -> None
         raise InvalidRequestError(message, param, CONTEXT_LENGTH_EXCEEDED)
 
 
-def _check_prompt_logprobs(num_prompt: int, num_top: int) -> None:
-    if (num_bytes := num_message_bytes(num_prompt, num_top)) > limits.MAX_PROMPT_LOGPROB_BYTES:
+def _check_prompt_logprobs(num_prompt: int, num_top: int, max_bytes: int) -> None:
+    if (num_bytes := num_message_bytes(num_prompt, num_top)) > max_bytes // 2:
         message = (
             f"the logarithms of a prompt of {num_prompt} tokens with {num_top} likeliest ones each take {num_bytes} "
-            f"bytes, and at most {limits.MAX_PROMPT_LOGPROB_BYTES} fit into a message: ask for fewer"
+            f"bytes, and at most {max_bytes // 2} fit into a message: ask for fewer"
         )
         raise InvalidRequestError(message, "prompt_logprobs", "request_too_large", 413)
 
 
-def _max_tokens(model: GatewayModel, options: Options, num_prompt: int, default: int | None, param: str) -> int:
+def _num_fitting(model: GatewayModel, options: Options, max_bytes: int) -> int:
+    """Return how many tokens a message of the bus holds, as they are or as the hashes of their blocks, in base64."""
+    left = max_bytes - len(msgspec.json.encode(options.sampling)) - limits.ENVELOPE_BYTES
+    num_bytes = max(0, left) // 4 * 3
+    return min(num_bytes // TOKEN_BYTES, num_bytes // BLOCK_HASH_BYTES * model.layout.block_size)
+
+
+def _max_tokens(
+    model: GatewayModel, options: Options, num_prompt: int, default: int | None, param: str, max_bytes: int
+) -> int:
     """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
     if num_prompt == 0:
         raise InvalidRequestError(f"`{param}` comes to no tokens", param)
-    sampling = len(msgspec.json.encode(options.sampling))
-    num_bytes = -(-num_prompt * 4 // 3) * 4 + sampling + limits.ENVELOPE_BYTES  # four bytes a token, in base64
-    if num_bytes > MAX_PAYLOAD_BYTES:
-        message = f"a prompt of {num_prompt} tokens does not fit into a message of {MAX_PAYLOAD_BYTES} bytes"
-        raise InvalidRequestError(message, param, "request_too_large", 413)
+    asked, num_fitting = options.max_tokens, _num_fitting(model, options, max_bytes)
+    if num_prompt > num_fitting:
+        _refuse_too_large(f"a prompt of {num_prompt} tokens does", num_fitting, max_bytes, param)
     if (num_top := options.sampling.prompt_logprobs) is not None:
-        _check_prompt_logprobs(num_prompt, num_top)
+        _check_prompt_logprobs(num_prompt, num_top, max_bytes)
     rest = model.context_length - num_prompt
-    asked = options.max_tokens
     if rest < max(1, asked or 1):
         message = too_long(
             f"{model.context_length} tokens",
@@ -244,6 +269,17 @@ def _max_tokens(model: GatewayModel, options: Options, num_prompt: int, default:
         field = options.max_tokens_param if asked is not None and rest >= 1 else param
         raise InvalidRequestError(message, field, CONTEXT_LENGTH_EXCEEDED)
     if asked is not None:
+        if num_prompt + asked > num_fitting:  # an answer is resumed with what there is of it
+            what = f"a prompt of {num_prompt} tokens and an answer of {asked} do"
+            _refuse_too_large(what, num_fitting, max_bytes, options.max_tokens_param)
         return max(1, asked)
-    room = max(1, min(rest, model.num_worker_tokens - num_prompt))
+    room = max(1, min(rest, model.num_worker_tokens - num_prompt, num_fitting - num_prompt))
     return room if default is None else min(room, default)
+
+
+def _refuse_too_large(what: str, num_fitting: int, max_bytes: int, param: str) -> NoReturn:
+    message = (
+        f"{what} not fit into a message of {max_bytes} bytes, which is what the broker takes (max_payload): "
+        f"{num_fitting} tokens do"
+    )
+    raise InvalidRequestError(message, param, "request_too_large", 413)

@@ -20,10 +20,9 @@ from litestar.response import Redirect
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from schemas import subjects
 from schemas.ids import RequestId, new_id
-from schemas.worker import DescribeFleet
 from services.bus.base import BusError
+from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.gateway import limits
@@ -33,7 +32,7 @@ from services.gateway.api.capabilities import CapabilitiesReply, capabilities
 from services.gateway.api.choice import Choice
 from services.gateway.api.constraints import check_in_turn
 from services.gateway.api.docs import JSON, PAGE, Described, SchemaPage, describe
-from services.gateway.api.guard import EarlyRefusal, NotNowError, check_json, tenant_of
+from services.gateway.api.guard import EarlyRefusal, NotNowError, asks_to_split, check_json, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.logprobs import TokenTexts
 from services.gateway.api.openai import ChatBody, CompletionBody, decode_body
@@ -246,10 +245,14 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
             raise NotNowError("draining", "this gateway is shutting down")
         tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
         check_json(request.headers)
-        async with gateway.bodies.read(request, gateway.config.gateway.request_timeout_s) as body:
+        must_split = asks_to_split(request.headers) or gateway.config.gateway.split == "always"
+        num_prompts = limits.MAX_CHOICES if route is Route.COMPLETIONS else 1
+        max_bytes = gateway.model.max_body_bytes(num_prompts)
+        timeout_s = gateway.config.gateway.request_timeout_s
+        async with gateway.bodies.read(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
             observer = _observer(gateway, request, route)
-            call = await _call(gateway, observer, tenant, route, body)
+            call = await _call(gateway, observer, tenant, route, body, must_split=must_split)
     except InvalidRequestError as error:
         observer = observer or _observer(gateway, request, route)
         observer.refused(error.status, "invalid", error.message)
@@ -274,9 +277,10 @@ async def _answer(
     """Return the response of a route that asks nobody else."""
     has_read = False
     try:
-        tenant_of(gateway.config.gateway.tenants, request.headers)
+        tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
         check_json(request.headers)
-        async with gateway.bodies.read(request, gateway.config.gateway.request_timeout_s) as body:
+        max_bytes, timeout_s = gateway.model.max_body_bytes(1), gateway.config.gateway.request_timeout_s
+        async with gateway.bodies.read(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
             reply = await gateway.bodies.understand(len(body), lambda: understand(gateway.model, body))
     except InvalidRequestError as error:
@@ -309,7 +313,9 @@ def _observer(gateway: Gateway, request: HttpRequest, route: Route) -> AnswerObs
     )
 
 
-async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: Route, payload: bytes) -> Call:
+async def _call(
+    gateway: Gateway, observer: AnswerObserver, tenant: str, route: Route, payload: bytes, *, must_split: bool
+) -> Call:
     """Check and tokenize a body. Raises InvalidRequestError and NotNowError."""
     request_id, model = observer.request_id, gateway.model
     deadline_ms = now_ms() + round(gateway.config.gateway.request_timeout_s * 1000)
@@ -318,8 +324,12 @@ async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: 
         responses = Responses(payload) if route is Route.RESPONSES else None
         body = decode_body(payload, is_chat=route is Route.CHAT) if responses is None else responses.chat
         with _own_names(responses):
-            prepared = prepare(model, body)
-        return responses, prepared, make_jobs(model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace)
+            prepared = prepare(model, body, gateway.bus.connection.max_bytes)
+        with _own_names(responses):
+            jobs = make_jobs(
+                model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace, must_split=must_split
+            )
+        return responses, prepared, jobs
 
     responses, prepared, jobs = await gateway.bodies.understand(len(payload), understand)
     if prepared.constraint is not None:
@@ -371,7 +381,7 @@ async def _unhealthy_reason(gateway: Gateway) -> str:
     if gateway.stopping:
         return "this gateway is shutting down"
     try:
-        fleet = await gateway.bus.ask(subjects.FLEET, (), DescribeFleet(), gateway.times.health_timeout_s)
+        fleet = await ask_fleet(gateway.bus, gateway.times.health_timeout_s)
     except BusError as error:
         return f"no scheduler answers: {error.reason}"
     if not fleet.ready:

@@ -241,8 +241,7 @@ class Stories:
 
     def _count_dropped(self) -> None:
         self.num_dropped += 1
-        if self.num_dropped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
-            log.warning("%d messages of requests' stories could not be sent", self.num_dropped)
+        log.warning("a message of a request's story could not be sent")
 
 
 def _request_of(received: Received[DescribeRequest]) -> RequestId:

@@ -74,7 +74,8 @@ class Phase(enum.StrEnum):
 class RequestCore:
     """The state of one request. `handle` and `tick` return what is to be done, in order.
 
-    `max_tokens` 1 is never split: there is nothing to decode elsewhere. `hearing` says when this gateway last heard
+    `max_tokens` 1 is never split: there is nothing to decode elsewhere. `must_split`: it fails where the worker that
+    decodes has computed of the prompt what another one was to. `hearing` says when this gateway last heard
     anything at all; it is shared by its requests, and only read here.
     """
 
@@ -84,6 +85,8 @@ class RequestCore:
         max_tokens: int,
         config: MeshConfig,
         hearing: Hearing,
+        *,
+        must_split: bool = False,
     ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
@@ -106,6 +109,7 @@ class RequestCore:
         self._config = config
         self._times = config.times.gateway
         self._hearing = hearing
+        self._must_split = must_split
         self._excluded: list[WorkerId] = []
         self._moved_from: KVSource | None = None
         """Who has given an attempt away, and what of its prompt lies there, until another attempt has got on."""
@@ -300,6 +304,9 @@ class RequestCore:
                 self.prefill_report = event.report
             else:
                 self.report = event.report
+                if self._must_split and event.report.recomputed_tokens:
+                    message = f"{event.worker_id} computed {event.report.recomputed_tokens} tokens of the prompt itself"
+                    return self._end("not split", FailRequest("not_split", message, 503, DEFAULT_RETRY_AFTER_MS))
         if event.failure is not None:
             return self._fail_worker(event.worker_id, event.failure, now_ms)
         if event.worker_id == self.decode_worker:

@@ -42,6 +42,8 @@ class Job:
     deadline_ms: int
     trace: TraceContext
     """Its spans lie under this one."""
+    must_split: bool = False
+    """It fails where one worker would serve it alone, or its prompt is computed twice."""
 
 
 def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
@@ -105,6 +107,7 @@ def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> Place
         excluded_workers=action.excluded_workers,
         tenant=job.key.tenant,
         moved_from=None if computes_whole(job, action.num_answered) else action.moved_from,
+        must_split=job.must_split and not action.num_answered,
     )
 
 

@@ -30,7 +30,7 @@ from services.scheduler.placement.fleet_view import Demand, FleetView, Group, ne
 from services.scheduler.placement.known_rates import Slots
 from services.scheduler.placement.known_worker import KnownWorker
 from services.scheduler.placement.making import Maker, Making
-from services.scheduler.placement.policy import Choice, Policy, PolicyError, Question, least_loaded
+from services.scheduler.placement.policy import NOBODY, Choice, Policy, PolicyError, Question, least_loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Placer:
         hashes = case.request.block_hashes if self._has_twins else b""
         maker = self._making.find(hashes, case.fleet, case.now_ms)
         question = self._question(case, maker)
-        moved = _taken_over(question, case.request, self._unsplit_tokens_max)
+        moved = None if case.request.must_split else _taken_over(question, case.request, self._unsplit_tokens_max)
         policy_name, chosen = ("moved", moved) if moved else self._choose(question, case.now_ms)
         if chosen is None:
             return _refusal(case)
@@ -99,8 +99,10 @@ class Placer:
         """Return what to ask the policy."""
         fleet, demand = case.fleet, case.demand
         groups = [Group(*(fleet.fitting(slots, demand) for slots in group)) for group in fleet.groups]
-        against = self._penalties(case)
-        lone, penalty = [group.decode for group in groups], 0
+        lone = [group.decode for group in groups]
+        if case.request.must_split:
+            groups, lone = [group._replace(aggregated=NOBODY) for group in groups], [NOBODY for _ in groups]
+        against, penalty = self._penalties(case), 0
         if against.any():
             groups, penalty = _least_penalised(groups, against)
         known = fleet.workers
@@ -344,11 +346,11 @@ def _checked(question: Question, choice: object) -> Chosen | None:
 def _refusal(case: Case) -> Refused:
     request, usable = case.request, case.fleet.usable
     roles = {worker.info.role for worker in usable}
-    if "aggregated" not in roles and not {"prefill", "decode"} <= roles:
+    if (request.must_split or "aggregated" not in roles) and not {"prefill", "decode"} <= roles:
         missing = [role for role in ("prefill", "decode") if role not in roles]
-        return refuse(
-            request, RefusalReason.NO_WORKER, f"no {' and no '.join(missing)} worker is ready", RETRY_AFTER_MS
-        )
+        why = ", and it must be split" if request.must_split else ""
+        detail = f"no {' and no '.join(missing)} worker is ready{why}"
+        return refuse(request, RefusalReason.NO_WORKER, detail, RETRY_AFTER_MS)
     slots = np.array([worker.slot for worker in usable], np.intp)
     if usable and not len(case.fleet.fitting(slots, case.demand)):
         needed = request.num_prompt_tokens + request.max_tokens

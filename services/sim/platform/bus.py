@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from schemas.broker import DISCONNECTED, disconnected
 from schemas.permissions import Permissions
+from services.bus import limits
 from services.bus.base import (
     NOTHING,
     BusClosedError,
@@ -127,6 +128,7 @@ class SimBroker:
         self.conditions = conditions or BusConditions()
         self.rng = rng
         self.is_up = True
+        self.max_bytes = limits.MAX_PAYLOAD_BYTES
         self._is_still = False
         self._unread: list[tuple[str, Callable[[], None]]] = []
         """What clients have sent since it stands still, in order, by subject."""
@@ -329,6 +331,10 @@ class SimBus:
         self._buffered: deque[_Message] = deque()
         self._num_buffered_bytes = 0
 
+    @property
+    def max_bytes(self) -> int:
+        return self.broker.max_bytes
+
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         self.check(subject, payload, headers)
         self._send(_Message(self, subject, payload, dict(headers)))
@@ -427,7 +433,7 @@ class SimBus:
         """Check that the message may be sent. Raises BusClosedError, MessageTooLargeError."""
         if self._is_closed:
             raise BusClosedError(subject)
-        check_size(subject, payload, headers)
+        check_size(subject, payload, headers, self.max_bytes)
 
     def _is_denied(self, verb: str, subject: str) -> bool:
         """Say whether the broker would deny this, which is a fault of ours: it is noted."""

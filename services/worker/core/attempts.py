@@ -12,7 +12,7 @@ from dataplane.blocks.layout import BlockTables
 from schemas.block import BlockHasher, pack_tokens, unpack_tokens
 from schemas.handoff import KVOffered
 from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.logprobs import Logprobs, TokenLogprob, pack_logprobs, unpack_logprobs
+from schemas.logprobs import Logprobs, TokenLogprob, num_message_bytes, pack_logprobs, unpack_logprobs
 from schemas.observe import HeldRequest, RunStage
 from schemas.request import (
     AttemptEnd,
@@ -27,6 +27,7 @@ from schemas.request import (
     TransferReport,
     refuse,
 )
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.worker.core.checks import hands_over, num_kv_tokens
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.replica_offer import ReplicaOffer
@@ -169,11 +170,16 @@ class SentAnswer:
         """More than tokens was sent."""
         return self.finish_reason is not None or self.failure is not None or self.report is not None
 
-    def since(self, key: AttemptKey, index: int) -> RequestTokens | None:
-        """Return what was sent from the answer's token `index` on, with its end, if it has one; None: nothing."""
-        end = self.first_index + len(self.token_ids)
-        start = min(max(index, self.first_index), end)
-        tokens, logprobs = self.token_ids[start - self.first_index :], self.logprobs[start - self.first_index :]
+    def since(self, key: AttemptKey, index: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> RequestTokens | None:
+        """Return what was sent from the answer's token `index` on, as much as a third of a message of `max_bytes`
+        holds, and with the last of it the answer's end, if it has one; None: nothing."""
+        last = self.first_index + len(self.token_ids)
+        start = min(max(index, self.first_index), last)
+        num_top = len(self.logprobs[0].top) if self.logprobs else 0
+        end = min(last, start + max_bytes // 3 // (num_message_bytes(1, num_top) + num_message_bytes(1, 0)))
+        is_last = end == last
+        part = slice(start - self.first_index, end - self.first_index)
+        tokens, logprobs = self.token_ids[part], self.logprobs[part]
         if not tokens and not self._has_more:
             return None
         return RequestTokens(
@@ -183,8 +189,8 @@ class SentAnswer:
             tokens=pack_tokens(tokens),
             logprobs=pack_logprobs(logprobs) if logprobs else None,
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
-            finish_reason=self.finish_reason,
-            failure=self.failure,
+            finish_reason=self.finish_reason if is_last else None,
+            failure=self.failure if is_last else None,
             report=self.report,
         )
 

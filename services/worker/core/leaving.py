@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dataplane.blocks.kept import Content
 from schemas.ids import BlockHash
 from schemas.worker import WorkerInfo, WorkerLoad
-from services.worker.limits import LEAVING_SHARE, MAX_OFFER_BLOCKS
+from services.worker.limits import LEAVING_SHARE, MESSAGE_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def left_behind(me: WorkerInfo, hottest: Sequence[Content], fleet: Iterable[Work
         for content in taken:
             by_tenant.setdefault(content.tenant, []).append(content.block_hash)
         for tenant, hashes in by_tenant.items():
-            parts = range(0, len(hashes), MAX_OFFER_BLOCKS)
-            offers += [LeftBehind(load.worker, tenant, tuple(hashes[at : at + MAX_OFFER_BLOCKS])) for at in parts]
+            parts = range(0, len(hashes), MESSAGE_BLOCKS)
+            offers += [LeftBehind(load.worker, tenant, tuple(hashes[at : at + MESSAGE_BLOCKS])) for at in parts]
     return offers
 
 

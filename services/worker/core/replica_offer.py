@@ -8,7 +8,7 @@ from schemas.ids import WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.request import ReserveBlocks, RunPrefill
 from services.times import WorkerTimes
-from services.worker.limits import MAX_OFFER_BLOCKS, OFFER_BLOCKS
+from services.worker.limits import MESSAGE_BLOCKS, OFFER_BLOCKS
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class ReplicaOffer:
 
     def _messages(self, end: int, now_ms: int) -> Iterator[ReplicateBlocks]:
         first, self.num_offered, self.offered_ms = self.num_offered, end, now_ms
-        for at in range(first, end, MAX_OFFER_BLOCKS):
+        for at in range(first, end, MESSAGE_BLOCKS):
             yield ReplicateBlocks(
                 request_id=self.request.request_id,
                 attempt=self.request.attempt,
@@ -44,6 +44,6 @@ class ReplicaOffer:
                 source=self.source,
                 fingerprint=self.fingerprint,
                 first_block=at,
-                block_hashes=join_hashes(self.hasher.hashes[at : min(at + MAX_OFFER_BLOCKS, end)]),
+                block_hashes=join_hashes(self.hasher.hashes[at : min(at + MESSAGE_BLOCKS, end)]),
                 tenant=self.request.tenant,
             )

@@ -25,7 +25,7 @@ from services.worker.limits import (
     MAX_COPIES_WAITING,
     MAX_COPY_BLOCKS,
     MAX_COPY_READS,
-    MAX_OFFER_BLOCKS,
+    MESSAGE_BLOCKS,
     SPARE_SHARE,
 )
 
@@ -148,7 +148,7 @@ class ReplicaCore:
             and is_subject_token(offer.source)
             and offer.first_block >= 0
             and not len(joined) % BLOCK_HASH_BYTES
-            and len(joined) <= MAX_OFFER_BLOCKS * BLOCK_HASH_BYTES
+            and len(joined) <= MESSAGE_BLOCKS * BLOCK_HASH_BYTES
             and len(set(split_hashes(joined))) * BLOCK_HASH_BYTES == len(joined)
             and offer.deadline_ms > now_ms
             and self._num_spare(leaving=offer.leaving) > 0

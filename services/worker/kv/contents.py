@@ -46,9 +46,9 @@ class WorkerHolder(KVHolder[BlockCache]):
             self._cooled = {content for content in self._cooled if content.block_hash not in evicted}
         return self.ledger.events(changes)
 
-    def inventory(self, offset: int) -> Inventory:
-        """Return a page of what is held now, from the `offset`-th block on."""
-        return self.ledger.inventory([("arena", self.cache.contents())], offset)
+    def inventory(self, offset: int, max_bytes: int) -> Inventory:
+        """Return a page of what is held, from the `offset`-th block on, for a message of so many bytes."""
+        return self.ledger.inventory(lambda: [("arena", self.cache.contents())], offset, max_bytes)
 
     def cooling(self) -> dict[str, list[BlockHash]]:
         """Return each tenant's blocks that will go soon and have not been named yet, while room is scarce."""

@@ -10,8 +10,9 @@ import logging
 from schemas import subjects
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
-from schemas.worker import DescribeFleet, WorkerInfo, WorkerJoined, WorkerLeft
+from schemas.worker import WorkerInfo, WorkerJoined, WorkerLeft
 from services.bus.base import BusError
+from services.bus.fleet import ask_fleet
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.times import WorkerTimes
@@ -75,7 +76,7 @@ class Peers:
 
     async def _learn(self) -> None:
         try:
-            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), self._times.fleet_answer_s)
+            fleet = await ask_fleet(self._bus, self._times.fleet_answer_s)
         except BusError as error:
             log.info("the scheduler does not say who there is: %s", error.reason)
         else:

@@ -142,7 +142,7 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     world.memory.close()
 
 
-def load_world(model: str) -> World:
+def load_world(model: str, token_budget: int = 4 * BUDGET, block_size: int = 32) -> World:
     """Load a checkpoint into this process's one vLLM."""
     import torch
 
@@ -153,13 +153,13 @@ def load_world(model: str) -> World:
     from tests.engine.rig import library_model
 
     checkpoint = read_checkpoint(model, "vllm")
-    kv_format = format_here(checkpoint.dtype, 32, checkpoint.head_dim, {})
-    layout = layout_of(checkpoint, dtype=checkpoint.dtype, block_size=32, kv_format=kv_format)
+    kv_format = format_here(checkpoint.dtype, block_size, checkpoint.head_dim, {})
+    layout = layout_of(checkpoint, dtype=checkpoint.dtype, block_size=block_size, kv_format=kv_format)
     shape = uniform_shape(layout, NUM_BLOCKS)
     memory = HostMemory(shape)
-    num_engine_blocks = num_blocks_for(checkpoint.context_length, 32) + 4
+    num_engine_blocks = num_blocks_for(checkpoint.context_length, block_size) + 4
     steps = load_vllm(
-        checkpoint, memory.arena.buffer, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format,
+        checkpoint, memory.arena.buffer, shape, token_budget=token_budget, num_threads=1, kv_format=kv_format,
         kv_bytes=num_engine_blocks * shape.layout.block_bytes, args={},
     ).steps  # fmt: skip
 

@@ -1,15 +1,19 @@
 """The self-check finds what would give wrong tokens later: each of these is a mistake that a new version of vLLM, or
 the connector, could make."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.interface import EngineLostError, StepFailedError
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies, Run, TrackedSequence
 from services.engine.vllm_engine.self_check import check_steps
-from tests.engine.vllm_engine.conftest import World
+from tests.engine.vllm_engine.conftest import LAYOUT, World, fake_world
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
 
 Bug = Callable[[pytest.MonkeyPatch, World], None]
@@ -20,6 +24,22 @@ Save = Callable[[EngineLink, int], None]
 def test_nothing_is_found_where_nothing_is_wrong(world: World) -> None:
     check_steps(world.steps, world.engine, world.link)
     assert not len(world.steps) and not world.link.tracked
+
+
+@pytest.mark.parametrize(("token_budget", "block_size"), [(16, 8), (64, 32), (64, 256), (512, 256)])
+def test_no_setting_is_blamed_on_the_engine(token_budget: int, block_size: int) -> None:
+    """Blocks beyond a step's budget, and steps of less than a block."""
+    world = fake_world(token_budget=token_budget, layout=msgspec.structs.replace(LAYOUT, block_size=block_size))
+    check_steps(world.steps, world.engine, world.link)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("token_budget", "block_size"), [(64, 32), (512, 256)])
+def test_vllm_starts_with_any_setting(token_budget: int, block_size: int) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    loads = f"load_world({str(DEMO_MODEL_DIR)!r}, {token_budget}, {block_size})"
+    code = f"from tests.engine.vllm_engine.conftest import load_world; {loads}.steps.close()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def at_each_layer(patch: pytest.MonkeyPatch, world: World, save: Save) -> None:

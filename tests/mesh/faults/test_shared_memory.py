@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.commands import KVMESH, command_of, environment, our_processes
+from tests.cli.commands import KVMESH, command_of, environment, fill, our_processes
 
 IN_A_SMALL_ONE = 'mount -t tmpfs -o size="$0" none /dev/shm && exec "$@"'
 ARENA_MIB = 16
@@ -53,8 +53,10 @@ def test_who_dies_finds_room_again(tmp_path: Path) -> None:
     try:
         url = await_url(process)
         first = our_process(tmp_path, "prefill-0")
+        filling = fill(Path(f"/proc/{first}/root/dev/shm"))
         for number in range(8):  # both decode workers read from it
             complete(url, number)
+        filling.unlink()
         for _ in range(2):
             before = incarnation(tmp_path)
             os.kill(first, signal.SIGKILL)
