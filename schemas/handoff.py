@@ -31,12 +31,18 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What the holder offers, best first."""
     arena: str
     """Name of its shared memory, for a reader on the same host."""
-    arena_nonce: str
-    """Random text that stands in that memory: proves to the reader that it opened the right one."""
     card: str = ""
     """The uuid of the graphics card that the KV lies on; "": in host memory."""
+    arena_nonce: str = ""
+    """Random text that stands in that memory: proves to the reader that it opened the right one. It comes with an offer
+    or a lease, and nobody else hears it."""
     pair: PairOffer | None = None
-    """For one reader: it comes with an offer or a lease."""
+    """For one reader: as above."""
+
+    @property
+    def told(self) -> "Endpoint":
+        """What everybody may hear of it."""
+        return msgspec.structs.replace(self, arena_nonce="", pair=None)
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
@@ -48,7 +54,7 @@ class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
 
 
 class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
-    """The target has room for the prompt's KV. Reply to ReserveBlocks, and an event to the source."""
+    """The target has room for the prompt's KV."""
 
     num_blocks: Number
 
@@ -65,6 +71,7 @@ class KVOffered(HandoffMessage, frozen=True, kw_only=True):
     incarnation: str
     fingerprint: str
     num_tokens: Number
+    arena_nonce: str = ""
     pair: PairOffer | None = None
 
 

@@ -121,6 +121,7 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     incarnation: str
     first_token: Number
     num_tokens: Number
+    arena_nonce: str = ""
     pair: PairOffer | None = None
     more_comes: bool = False
 

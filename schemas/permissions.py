@@ -1,8 +1,9 @@
 """What each role may publish and subscribe to on the broker: generated from the table of subjects, least privilege.
 
-Services await replies below REPLIES, each below a prefix of its own name; people's tools below INBOX, as stock NATS
-tools do. Whom a question has reached may answer it there, once; else everybody publishes to their own only, by which a
-client proves that its connection works.
+Everybody awaits replies below REPLIES, their role and their own name; observers below INBOX, as stock NATS tools do.
+Whom a question has reached may answer it there, once, and does so only where those await replies who may ask it
+(`replies_to`): it may say what they may not. Else everybody publishes to their own only, by which a client proves that
+its connection works.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ def permissions_of(role: Role, name: str) -> Permissions:
     own = f"{inbox_of(role, name)}.>"
     if role in PEOPLE:
         unheard = [_anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.heard_by}]
-        return Permissions((*publish, "$SRV.>", own), (ALL, f"{INBOX}.>"), tuple(unheard), may_answer=False)
+        inboxes = f"{INBOX}.>" if role is Role.OBSERVER else own
+        unheard.append(f"{ALL} >")  # in no queue group: a member of one takes its questions away from the others
+        return Permissions((*publish, "$SRV.>", own), (ALL, inboxes), tuple(unheard), may_answer=False)
     listed = [f"$SRV.*.{service}{rest}" for service in SERVICE_NAMES[role] for rest in ("", ".*")]
     if role is Role.SCHEDULER:
         heard.append(DISCONNECTED)
@@ -65,7 +68,12 @@ def permissions_of(role: Role, name: str) -> Permissions:
 
 def inbox_of(role: Role, name: str) -> str:
     """Return the prefix of the subjects on which this member awaits replies."""
-    return f"{INBOX if role in PEOPLE else REPLIES}.{name}"
+    return f"{INBOX}.{name}" if role is Role.OBSERVER else f"{REPLIES}.{role}.{name}"
+
+
+def replies_to(subject: Subject[Any, Any]) -> tuple[str, ...]:
+    """Return what the subjects begin with on which those await replies who may ask this."""
+    return tuple(dict.fromkeys(inbox_of(grant.role, "") for grant in subject.said_by))
 
 
 def role_of(service: str) -> Role:

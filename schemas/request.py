@@ -211,10 +211,12 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     """As in Placement."""
 
 
-class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
-    """Taken, and waiting for blocks: BlocksReserved follows as an event. The wait is bounded by the deadline."""
+class ReservationAccepted(RequestMessage, frozen=True, kw_only=True):
+    """The worker has taken the reservation. Without `has_room` it waits for blocks, until its deadline at most;
+    BlocksReserved follows as an event in either case."""
 
     worker_id: WorkerId
+    has_room: bool
 
 
 class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):

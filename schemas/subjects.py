@@ -57,7 +57,7 @@ from schemas.request import (
     PrefillAccepted,
     Progress,
     Refused,
-    ReservationQueued,
+    ReservationAccepted,
     ReserveBlocks,
     RunPrefill,
     TokensEmitted,
@@ -230,9 +230,8 @@ WORKER_STATUS = _question(
 )
 RUN = _question("mesh.v1.prefill.{to}.run", RunPrefill, (PrefillAccepted, Refused), GATEWAYS, ADDRESSED_HOLDER)
 RESERVE = _question(
-    "mesh.v1.decode.{to}.reserve", ReserveBlocks, (BlocksReserved, ReservationQueued, Refused), GATEWAYS,
-    ADDRESSED_HOLDER,
-)  # fmt: skip
+    "mesh.v1.decode.{to}.reserve", ReserveBlocks, (ReservationAccepted, Refused), GATEWAYS, ADDRESSED_HOLDER
+)
 # With both workers in the subject each end listens once, for all its hand-overs, and no event can arrive before its
 # reader has subscribed.
 _HANDOFF = "mesh.v1.handoff.{source_worker}.{target_worker}.{handoff_id}"

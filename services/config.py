@@ -603,6 +603,14 @@ def set_environment(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+READABLE_KEYS = "KVMESH_READABLE_KEYS"
+
+
+def takes_readable_keys() -> bool:
+    """Say whether keys are taken that others may read."""
+    return os.environ.get(READABLE_KEYS) == "1"
+
+
 def child_environment() -> dict[str, str]:
     """Return the environment for the processes that `kvmesh up` starts: it has decided on their devices."""
     return {name: value for name, value in os.environ.items() if name != "KVMESH_DEVICE"}

@@ -30,6 +30,14 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> IO[bytes]:
     return os.fdopen(descriptor, mode)
 
 
+def create_private(path: Path, content: bytes) -> None:
+    """Write a new file for its owner alone. Raises FileExistsError where there is anything of this name, be it a link;
+    OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
 def write_private(path: Path, content: str | bytes) -> None:
     """Write a whole file for its owner alone. Raises OSError."""
     with open_private(path, "wb") as file:

@@ -72,6 +72,12 @@ class Delivery(Protocol):
     @property
     def expects_reply(self) -> bool: ...
 
+    @property
+    def reply_to(self) -> str:
+        """The subject on which the reply is awaited, where it matters to whom that belongs: on a broker that knows its
+        clients. Else empty."""
+        ...
+
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
         """Answer a request. Does nothing for a message that expects no reply. Raises BusError."""
         ...

@@ -29,6 +29,7 @@ class MemoryDelivery:
     headers: Mapping[str, str]
     reply: "asyncio.Future[MemoryDelivery] | None" = None
     max_bytes: int = limits.MAX_PAYLOAD_BYTES
+    reply_to: str = ""
 
     @property
     def expects_reply(self) -> bool:

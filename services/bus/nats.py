@@ -58,7 +58,17 @@ ResultT = TypeVar("ResultT")
 class NatsDelivery:
     """A message of the client library."""
 
-    __slots__ = ("_bus", "_endpoint", "_received_ns", "_reply", "expects_reply", "headers", "payload", "subject")
+    __slots__ = (
+        "_bus",
+        "_endpoint",
+        "_received_ns",
+        "_reply",
+        "expects_reply",
+        "headers",
+        "payload",
+        "reply_to",
+        "subject",
+    )
 
     def __init__(
         self, bus: "NatsBus", message: Msg, *, is_reply: bool = False, endpoint: Endpoint | None = None
@@ -71,6 +81,7 @@ class NatsDelivery:
         self.payload: bytes = message.data
         self.headers: Mapping[str, str] = message.headers or {}
         self.expects_reply = bool(message.reply) and not is_reply
+        self.reply_to = message.reply if self.expects_reply and bus.knows_its_clients else ""
 
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
         if self.expects_reply:
@@ -255,6 +266,11 @@ class NatsBus:
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def knows_its_clients(self) -> bool:
+        """Whether the broker asks who somebody is."""
+        return self._identity is not None
 
     @property
     def max_bytes(self) -> int:

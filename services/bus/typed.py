@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from schemas.message import Message, UndecodableMessageError, arriving, decode, departing, encode
+from schemas.permissions import replies_to
 from schemas.subjects import CarriesT, Subject
 from services.bus import limits
 from services.bus.base import (
@@ -175,6 +176,10 @@ class TypedBus:
             if received is None:
                 delivery.count_failure("the request does not decode")
                 continue
+            if is_led_elsewhere(subject, delivery):
+                self.drop("malformed")
+                delivery.count_failure("its reply is to go where none is awaited")
+                continue
             if len(answering) >= limits.MAX_ANSWERING:
                 self.drop("too_many")
                 delivery.count_failure("too many requests are being answered")
@@ -230,6 +235,15 @@ def _check_carries(subject: Subject[Any, Any], message: Message) -> None:
 def _payload_of(delivery: Delivery, subject: Subject[Any, Any]) -> bytes:
     """Return what is to be decoded. Nothing but a missing payload stands for an empty message."""
     return b"{}" if subject.may_be_empty and not delivery.payload else delivery.payload
+
+
+def is_led_elsewhere(subject: Subject[Any, Any], delivery: Delivery) -> bool:
+    """Say whether a reply would not go to somebody who may ask this: whoever answers may publish there what the asker
+    may not. What is so led is not answered."""
+    if not delivery.reply_to or delivery.reply_to.startswith(replies_to(subject)):
+        return False
+    log.warning("a question on %s is not answered: its reply would go to %s", delivery.subject, delivery.reply_to)
+    return True
 
 
 def _failure_of(error: BusError) -> str:

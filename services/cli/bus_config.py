@@ -8,7 +8,6 @@ from rich.console import Console
 
 from schemas.permissions import PEOPLE
 from schemas.subjects import Role
-from services.errors import UserError
 from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys, credentials_file, key_file
 
@@ -16,9 +15,7 @@ from services.trust.keys import BROKER_FILE, MeshKeys, credentials_file, key_fil
 def run_bus_config(folder: Path, hosts: Sequence[str]) -> None:
     """Write fresh keys, and print what each is for. `hosts`: what clients call the broker, for its certificate. Raises
     UserError where there are keys already."""
-    if (folder / BROKER_FILE).exists():
-        raise UserError(f"{folder} has the keys of a mesh already: whoever uses them would be locked out; name another")
-    MeshKeys.fresh(hosts).write(folder)
+    MeshKeys.fresh(hosts).create(folder)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         "Add to your nats-server's configuration, as the way there from that file's own folder (nats-server takes"

@@ -20,7 +20,7 @@ from schemas.handoff import (
     KVStreaming,
     advance,
 )
-from schemas.request import AttemptEnd, AttemptFailure, KVSource, ReservationQueued, ReserveBlocks
+from schemas.request import AttemptEnd, AttemptFailure, KVSource, ReservationAccepted, ReserveBlocks
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken
 from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead
@@ -87,15 +87,14 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         if isinstance(attempt, SendReply):
             return [attempt]
         request, actions = attempt.request, self._admit(now_ms)
-        if attempt.state is not HandoffState.NEW:
-            return [SendReply(self._room_for(attempt)), *actions]
-        queued = ReservationQueued(
+        accepted = ReservationAccepted(
             request_id=request.request_id,
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
             worker_id=self._limits.worker_id,
+            has_room=attempt.state is not HandoffState.NEW,
         )
-        return [SendReply(queued), *actions]
+        return [SendReply(accepted), *actions]
 
     def _offered(self, offer: KVOffered, now_ms: int) -> list[Action]:
         """The source has begun: open the stream."""
@@ -236,12 +235,10 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         self._given.append(attempt)
         return []
 
-    def _room_for(self, attempt: DecodeAttempt) -> BlocksReserved:
-        num_blocks = self._num_blocks(attempt)
-        return BlocksReserved(**handoff_fields(attempt.request, self._limits.worker_id), num_blocks=num_blocks)
-
     def _publish_reserved(self, attempt: DecodeAttempt) -> Publish:
-        return publish_event(subjects.RESERVED, self._room_for(attempt), attempt.traceparent)
+        fields = handoff_fields(attempt.request, self._limits.worker_id)
+        reserved = BlocksReserved(**fields, num_blocks=self._num_blocks(attempt))
+        return publish_event(subjects.RESERVED, reserved, attempt.traceparent)
 
     def _go_without(self, attempt: DecodeAttempt, reason: str, now_ms: int) -> list[Action]:
         """The hand-over brings no more. Whoever is said to hold a part of the prompt is asked, the prefill worker among

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from schemas import subjects
-from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, WorkerId
 from schemas.observe import KeepTrace
 from schemas.request import (
@@ -19,7 +18,7 @@ from schemas.request import (
     RefusalReason,
     Refused,
     RequestTokens,
-    ReservationQueued,
+    ReservationAccepted,
     ReserveBlocks,
     RunPrefill,
 )
@@ -65,7 +64,7 @@ Question = AskPlacement | SendRun | SendReserve | AskWorker | SendCancel
 """What a request's core wants asked or sent on the bus."""
 
 WorkT = TypeVar("WorkT", bound=RunPrefill | ReserveBlocks)
-TakenT = TypeVar("TakenT", bound=PrefillAccepted | BlocksReserved | ReservationQueued | Refused)
+TakenT = TypeVar("TakenT", bound=PrefillAccepted | ReservationAccepted | Refused)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from schemas import subjects
 from schemas.message import UndecodableMessageError, decode, encode
 from schemas.worker import ClaimName
 from services.bus.base import Bus, BusError, Delivery, Subscription
-from services.bus.typed import headers_of
+from services.bus.typed import headers_of, is_led_elsewhere
 from services.errors import UserError
 
 
@@ -67,7 +67,7 @@ class NameHolder:
     async def answer(self, subscription: Subscription) -> None:
         """Tell whoever else asks who keeps the name, and no more once it is not us."""
         async for delivery in subscription:
-            if self._hear(delivery):
+            if not is_led_elsewhere(subjects.CLAIM, delivery) and self._hear(delivery):
                 kept = self.lost_to or self._claim
                 with contextlib.suppress(BusError):
                     await delivery.respond(encode(kept), headers_of(kept, ""))

@@ -10,7 +10,7 @@ import fcntl
 import logging
 import os
 import re
-import shutil
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([0-9a-f]{48})\.kv")
 _TEMPORARY_SUFFIX = ".tmp"
+_OWN = re.compile(rf"[0-9a-f]{{48}}(\.kv|\{_TEMPORARY_SUFFIX})")
+"""What we have written."""
+_AS_IT_IS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Through no link, and without waiting for whoever writes into a pipe."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -42,7 +46,7 @@ class DiskTier:
         self._value_bytes = value_bytes
         try:
             private_folder(self.folder, is_ours=True)
-            self._lock: int | None = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock: int | None = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o600)
         except OSError as error:
             raise UserError(f"the store cannot write to {root}: {error.strerror}; give it another folder") from error
         try:
@@ -52,19 +56,22 @@ class DiskTier:
             raise UserError(f"another store uses {root}: give each one a folder of its own") from error
 
     def scan(self) -> list[Entry]:
-        """Also removes files that are half written or of another size. Other models' folders are left alone."""
+        """Also removes files that are half written or of another size. Other models' folders are left alone, as is what
+        is no plain file."""
         found: list[tuple[int, Entry]] = []
-        num_removed = 0
+        num_removed = num_passed_over = 0
         logged_at = time.monotonic()
         try:
-            for folder in [path for path in self.folder.iterdir() if path.is_dir()]:
+            for folder in _folders_of(self.folder):
                 for file in os.scandir(folder):
                     named = _NAME.fullmatch(file.name)
                     status = file.stat(follow_symlinks=False)
-                    if named and status.st_size == self._value_bytes:
+                    if not stat.S_ISREG(status.st_mode):
+                        num_passed_over += 1
+                    elif named and status.st_size == self._value_bytes:
                         entry = Entry(StoreKey(bytes.fromhex(named[1])), status.st_size)
                         found.append((status.st_mtime_ns, entry))
-                    elif named or file.name.endswith(_TEMPORARY_SUFFIX):
+                    elif _OWN.fullmatch(file.name):
                         Path(file.path).unlink(missing_ok=True)
                         num_removed += 1
                 if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
@@ -75,6 +82,10 @@ class DiskTier:
         for folder in self._earlier:
             if folder.exists():
                 log.warning("%s is of an earlier format and not believed; `kvmesh purge --store` deletes it", folder)
+        if num_passed_over:
+            log.warning(
+                "passed over %d in %s that are no plain files: links, folders, pipes", num_passed_over, self.folder
+            )
         if num_removed:
             log.warning("removed %d unfinished or cut files from %s", num_removed, self.folder)
         found.sort(key=lambda pair: pair[0])
@@ -113,12 +124,15 @@ class DiskTier:
 
     def clear(self) -> None:
         try:
-            for path in self.folder.glob("??/*"):
-                if _NAME.fullmatch(path.name) or path.name.endswith(_TEMPORARY_SUFFIX):
-                    path.unlink(missing_ok=True)
-            for folder in self._earlier:
-                if folder.exists():
-                    shutil.rmtree(folder)
+            for root in (self.folder, *self._earlier):
+                if root.is_symlink() or not root.is_dir():
+                    continue
+                for folder in _folders_of(root):
+                    for file in os.scandir(folder):
+                        if _OWN.fullmatch(file.name) and not file.is_dir(follow_symlinks=False):
+                            Path(file.path).unlink(missing_ok=True)
+                if root is not self.folder:
+                    _remove_empty(root)
         except OSError as error:
             raise TierError(f"cannot delete from {self.folder.parent}: {error.strerror}") from error
 
@@ -133,25 +147,57 @@ class DiskTier:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            value = path.read_bytes()
-            os.utime(path)  # the order of use, for the next start
+            descriptor = os.open(path, os.O_RDONLY | _AS_IT_IS)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    return _pass_over(path)
+                if status.st_size != self._value_bytes:
+                    return b""  # a damaged value
+                with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                    value = file.readall()
+                os.utime(descriptor)  # the order of use, for the next start
+            finally:
+                os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                return _pass_over(path)
             if error.errno == errno.EIO:
                 return b""  # this file cannot be read: a damaged value, not a tier that is down
             raise TierError(f"cannot read from {self.folder}: {error.strerror}") from error
         return value
 
 
+def _pass_over(path: Path) -> None:
+    """Say that something lies where a value was to be: nobody of ours has put it there."""
+    log.warning("passed over %s: it is no plain file", path)
+
+
 def _ask_for(path: Path) -> None:
     """Let the kernel begin to read a file: those of a batch come side by side."""
-    with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+    with contextlib.suppress(OSError), os.fdopen(os.open(path, os.O_RDONLY | _AS_IT_IS), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _folders_of(root: Path) -> list[Path]:
+    """Return the folders that values lie in."""
+    return [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+
+
+def _remove_empty(root: Path) -> None:
+    """Remove what is left of a folder that was ours, but for what others have put there."""
+    with contextlib.suppress(OSError):
+        (root / "lock").unlink(missing_ok=True)
+    for folder in (*_folders_of(root), root):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _create(path: Path) -> IO[bytes]:
     """Open a new file; its folder is made where it is missing, also when somebody has deleted it since."""
+    path.unlink(missing_ok=True)  # of a life before, or somebody's link
     try:
         return open_private(path, "wb")
     except FileNotFoundError:

@@ -298,7 +298,7 @@ class Store:
             block_size=layout.block_size,
             context_length=self.parts.context_length,
             carriers=plane.endpoint.carriers if plane else (),
-            endpoint=plane.endpoint if plane else None,
+            endpoint=plane.endpoint.told if plane else None,
         )
 
     def _load(self) -> WorkerLoad:

@@ -5,6 +5,7 @@ file. The broker needs nobody's secret: public keys, and a certificate's own key
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from schemas.broker import MAX_PAYLOAD_BYTES
 from schemas.ids import is_subject_token, new_id
 from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
 from schemas.subjects import Role
-from services.config import MeshConfig, fresh_secret
+from services.config import READABLE_KEYS, MeshConfig, fresh_secret, takes_readable_keys
 from services.errors import UserError
-from services.files import private_folder, write_private
+from services.files import create_private, private_folder, write_private
 from services.trust import nats_jwt
 from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, BrokerCertificate, new_certificate
 from services.trust.credentials import TenantSigner
@@ -169,11 +170,28 @@ class MeshKeys:
         return found | {BROKER_FILE: config.encode()}
 
     def write(self, folder: Path) -> None:
-        """Write all files into a folder that only its owner may read. Raises UserError where it cannot be written."""
+        """Write all files into a folder of ours, which only its owner may read from then on, in place of what is there.
+        Raises UserError where it cannot be written."""
         try:
             private_folder(folder, is_ours=True)
             for name, content in self.files(folder.absolute()).items():
                 write_private(folder / name, content)
+        except OSError as error:
+            raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error
+
+    def create(self, folder: Path) -> None:
+        """Write all files into a folder, which is made where it is missing. Raises UserError where it cannot be
+        written, or has one of them already: nothing is replaced, and no link is followed."""
+        files = self.files(folder.absolute())
+        if taken := [name for name in files if os.path.lexists(folder / name)]:
+            raise UserError(
+                f"{folder} has the keys of a mesh already ({taken[0]}): whoever uses them would be locked out; name "
+                "another"
+            )
+        try:
+            private_folder(folder)
+            for name, content in files.items():
+                create_private(folder / name, content)
         except OSError as error:
             raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error
 
@@ -188,7 +206,8 @@ def credentials_file(folder: Path, role: Role) -> Path:
 
 
 def load_role_key(path: Path) -> RoleKey:
-    """Raises UserError where there is no such key."""
+    """Raises UserError where there is no such key, or others may read it."""
+    refuse_readable(path)
     try:
         key = msgspec.json.decode(path.read_bytes(), type=RoleKey)
         nats_jwt.pair_of(key.seed)
@@ -201,6 +220,19 @@ def load_role_key(path: Path) -> RoleKey:
     return key
 
 
+def refuse_readable(path: Path) -> None:
+    """Raises UserError for a key that others may read, as ssh does; for whoever has mounted it so, see the error."""
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError:
+        return  # whoever reads it says so
+    if mode & 0o077 and not takes_readable_keys():
+        raise UserError(
+            f"others may read the key {path} (mode {mode:03o}): chmod 600 it, or set {READABLE_KEYS}=1 where it is "
+            "mounted so"
+        )
+
+
 def with_key(config: MeshConfig, key: RoleKey) -> MeshConfig:
     """Return the configuration of a service of this role: with the role's own secrets."""
     secrets = {
@@ -211,7 +243,9 @@ def with_key(config: MeshConfig, key: RoleKey) -> MeshConfig:
 
 
 def person(path: Path, role: Role) -> Identity:
-    """Return the identity in a person's credentials file. Raises UserError where there is none."""
+    """Return the identity in a person's credentials file. Raises UserError where there is none, or others may read
+    it."""
+    refuse_readable(path)
     try:
         credentials = path.read_text("utf-8")
         nats_jwt.pair_of(credentials.partition(nats_jwt.SEED_BEGINS)[2].strip().partition("\n")[0])

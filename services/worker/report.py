@@ -82,7 +82,7 @@ class Reporter:
             self.identity,
             incarnation=self.holder.incarnation,
             carriers=endpoint.carriers if endpoint else (),
-            endpoint=endpoint,
+            endpoint=endpoint.told if endpoint else None,
         )
 
     def load(self, now_ms: int) -> WorkerLoad:

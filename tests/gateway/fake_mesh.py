@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
-from schemas.handoff import BlocksReserved
-from schemas.ids import HandoffId, WorkerId
+from schemas.ids import WorkerId
 from schemas.logprobs import Logprobs, TokenLogprob, pack_logprobs, unpack_logprobs
 from schemas.request import (
     AskProgress,
@@ -23,6 +22,7 @@ from schemas.request import (
     Refused,
     RequestFailure,
     RequestTokens,
+    ReservationAccepted,
     ReserveBlocks,
     RunPrefill,
     SourceTokens,
@@ -186,7 +186,7 @@ class FakeMesh:
         return run
 
     def _reserver(self, worker: str):
-        async def reserve(received: Received[ReserveBlocks]) -> BlocksReserved | Refused:
+        async def reserve(received: Received[ReserveBlocks]) -> ReservationAccepted | Refused:
             message = received.message
             self.reserves.append(message)
             await self._notify()
@@ -194,10 +194,9 @@ class FakeMesh:
             if conduct.refuses:
                 return self._refuse(message, conduct.refuses, 1_500)
             self._take(worker, message, message.num_answered_tokens + 1, message.sampling.max_tokens)
-            return BlocksReserved(
+            return ReservationAccepted(
                 request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
-                handoff_id=HandoffId(message.handoff_id), source_worker=message.prefill_worker,
-                target_worker=WorkerId(worker), num_blocks=1,
+                worker_id=WorkerId(worker), has_room=True,
             )  # fmt: skip
 
         return reserve

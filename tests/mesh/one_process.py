@@ -12,7 +12,6 @@ from typing import Any
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
-from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.request import (
     AskProgress,
@@ -25,7 +24,7 @@ from schemas.request import (
     Progress,
     RequestFailure,
     RequestTokens,
-    ReservationQueued,
+    ReservationAccepted,
     ReserveBlocks,
     RunPrefill,
     SamplingParams,
@@ -242,7 +241,7 @@ class Client:
             asked.append(self.bus.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
         replies = await asyncio.gather(*asked)
         assert isinstance(replies[0], PrefillAccepted), replies[0]
-        assert len(replies) == 1 or isinstance(replies[1], BlocksReserved | ReservationQueued), replies[1]
+        assert len(replies) == 1 or isinstance(replies[1], ReservationAccepted), replies[1]
         return answer
 
     async def complete(

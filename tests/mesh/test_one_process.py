@@ -12,14 +12,14 @@ from dataplane.blocks.layout import KVLayout
 from schemas import subjects
 from schemas.block import hash_blocks, pack_tokens, split_hashes
 from schemas.directory import Inventory, ReadInventory
-from schemas.handoff import BlocksReserved, KVOffered
+from schemas.handoff import KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import (
     KVSource,
     PrefillAccepted,
     Refused,
-    ReservationQueued,
+    ReservationAccepted,
     ReserveBlocks,
     RunPrefill,
     SamplingParams,
@@ -71,6 +71,13 @@ async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int, 
         if num_blocks == 512 and virtual.network() is not None:  # a busy machine may be late, and compute again
             assert client.events.count("landed") == 60 and "aborted" not in client.events
     await until(lambda: not [name for name in virtual.thread_names() if name.startswith(("kv-", "engine"))])
+
+
+async def test_what_everybody_hears_of_a_worker_opens_no_arena() -> None:
+    """Its nonce comes with a lease."""
+    async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
+        await client.until(lambda fleet: all(w.worker.endpoint and w.worker.endpoint.arena for w in fleet))
+        await client.until(lambda fleet: all(w.worker.endpoint and not w.worker.endpoint.arena_nonce for w in fleet))
 
 
 async def test_aggregated_workers_serve_without_a_hand_over() -> None:
@@ -156,7 +163,8 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
     """A cancel right behind an offer: the read's task has not run yet, and its blocks must come back all the same."""
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
-        assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
+        reply = await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10)
+        assert isinstance(reply, ReservationAccepted) and reply.has_room
         await client.until(lambda fleet: any(w.blocks.running for w in fleet))
         offer = offer_for(reserve)
         # Without a pause between them, both are handled before the read's task has its first turn.
@@ -206,7 +214,7 @@ async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
                 for n in range(4)
             ]
             await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3)
-    assert [type(reply) for reply in replies] == [BlocksReserved] + [ReservationQueued] * 3
+    assert [reply.has_room for reply in replies if isinstance(reply, ReservationAccepted)] == [True] + [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -222,7 +230,8 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
         answer = client.expect("r0")
-        assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
+        reply = await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10)
+        assert isinstance(reply, ReservationAccepted) and reply.has_room
         await client.bus.publish(
             subjects.OFFERED,
             ("p-0", "d-0", "r0-1"),

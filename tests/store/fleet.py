@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from dataplane.blocks.kept import Content
@@ -126,7 +127,7 @@ class Worker:
         return WorkerInfo(
             worker_id=self.worker_id, incarnation=self.incarnation, role="prefill", model="m", num_blocks=128,
             context_length=4096, fingerprint=self.layout.fingerprint, block_size=self.layout.block_size,
-            endpoint=self.plane.endpoint,
+            endpoint=self.plane.endpoint.told,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -180,7 +181,7 @@ class Worker:
             ends_by_ms=now_ms() + 60_000,
             tenant=request.tenant,
         )
-        return granted(request, lease, self.incarnation, num_tokens)
+        return granted(request, lease, self.incarnation, num_tokens, self.plane.endpoint.arena_nonce)
 
     def _progress(self, num_tokens: int) -> KVProgress:
         if self.num_tokens_ready is None:
@@ -221,7 +222,7 @@ class WorkerLease:
         self.outcomes.append(error or "landed")
 
 
-def granted(request: RequestLease, lease: Grant, incarnation: str, num_tokens: int) -> LeaseGranted:
+def granted(request: RequestLease, lease: Grant, incarnation: str, num_tokens: int, arena_nonce: str) -> LeaseGranted:
     return LeaseGranted(
         request_id=request.request_id,
         attempt=1,
@@ -234,6 +235,7 @@ def granted(request: RequestLease, lease: Grant, incarnation: str, num_tokens: i
         incarnation=incarnation,
         first_token=0,
         num_tokens=num_tokens,
+        arena_nonce=arena_nonce,
     )
 
 
@@ -336,7 +338,7 @@ class Fleet:
         content = [Content("", block_hash) for block_hash in hashes_of(*numbers)]
         expected = ExpectedContent(self._memory.contents, content, blocks[first:]) if numbers else None
         request = ReadRequest(
-            self._endpoint,
+            msgspec.structs.replace(self._endpoint, arena_nonce=grant.arena_nonce),
             grant.ticket,
             carrier=carrier,
             tables=(BlockTable(segments_of(blocks)),),

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from schemas.ids import BlockHash
 from services.config import StoreConfig
 from services.errors import UserError
+from services.store import disk
 from services.store.disk import DiskTier
 from services.store.load import open_tier
 from services.store.remote import ValkeyTier
@@ -169,21 +171,75 @@ def test_a_full_disk_says_what_is_there_and_leaves_no_half_file(
     tier.close()
 
 
-def test_a_really_full_device(tmp_path: Path) -> None:
-    """/dev/full takes nothing: the folder of one value leads there."""
+def test_a_really_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full takes nothing."""
     tier = DiskTier(tmp_path, "m", SIZE)
-    path_of(tmp_path, 1).parent.mkdir()
-    path_of(tmp_path, 1).with_suffix(".tmp").symlink_to("/dev/full")
+    monkeypatch.setattr(disk, "_create", lambda path: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
     with pytest.raises(TierFullError, match="No space left"):
         tier.write(values(1))
     tier.close()
 
 
-def test_a_file_that_cannot_be_read_is_a_tier_that_fails(tmp_path: Path) -> None:
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "link to nothing": lambda path: path.symlink_to("/nowhere"),
+    "pipe": os.mkfifo,
+    "socket": bind_socket,
+    "folder": lambda path: path.mkdir(),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_what_is_no_plain_file_is_passed_over_and_stays(
+    tmp_path: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never followed, never waited for, never deleted by a purge but for what has a value's name and is no folder."""
     tier = DiskTier(tmp_path, "m", SIZE)
-    path_of(tmp_path, 1).mkdir(parents=True)
-    with pytest.raises(TierError, match="directory"):
-        tier.read(keys_at(1))
+    tier.write(values(1, 2))
+    path_of(tmp_path, 1).unlink()
+    monkeypatch.chdir(path_of(tmp_path, 1).parent)  # a socket's name may not be long
+    make(Path(path_of(tmp_path, 1).name))
+    assert [entry.key for entry in tier.scan()] == keys_at(2) and "no plain files" in caplog.text
+    assert tier.read(keys_at(1, 2)) == [None, value(2)]
+    notes = path_of(tmp_path, 2).with_name("mine.tmp")
+    notes.write_text("somebody's")
+    tier.clear()
+    assert tier.read(keys_at(2)) == [None] and notes.exists()
+    tier.close()
+
+
+def test_a_link_where_a_value_is_to_be_written_is_not_followed(tmp_path: Path) -> None:
+    tier, elsewhere = DiskTier(tmp_path, "m", SIZE), tmp_path / "elsewhere"
+    elsewhere.write_text("somebody's")
+    path_of(tmp_path, 1).parent.mkdir()
+    for path in (path_of(tmp_path, 1), path_of(tmp_path, 1).with_suffix(".tmp")):
+        path.symlink_to(elsewhere)
+    tier.write(values(1))
+    assert tier.read(keys_at(1)) == [value(1)] and elsewhere.read_text() == "somebody's"
+    tier.close()
+
+
+def test_a_purge_deletes_of_an_earlier_format_what_it_wrote(tmp_path: Path) -> None:
+    old = DiskTier(tmp_path, "old", SIZE)
+    old.write(values(1, 2))
+    old.close()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "notes").write_text("somebody's")
+    (tmp_path / "linked").symlink_to(tmp_path / "kept")
+    (path_of(tmp_path, 1, "old").with_name("notes")).write_text("somebody's")
+    tier = DiskTier(tmp_path, "m", SIZE, earlier=("old", "linked", "missing"))
+    tier.clear()
+    assert not path_of(tmp_path, 1, "old").exists() and path_of(tmp_path, 1, "old").with_name("notes").exists()
+    assert (tmp_path / "kept" / "notes").exists()
+    path_of(tmp_path, 1, "old").with_name("notes").unlink()
+    tier.clear()
+    assert not (tmp_path / "old").exists()
     tier.close()
 
 

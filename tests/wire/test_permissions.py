@@ -1,7 +1,9 @@
 """Who may say and hear what: the table, on a real nats-server with stock clients."""
 
 import asyncio
+import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,20 @@ import pytest
 from nats.aio.client import Client
 
 from schemas import subjects
-from schemas.permissions import ALL, Direction, granted, permissions_of
+from schemas.ids import RequestId
+from schemas.message import encode
+from schemas.observe import DescribeWorker
+from schemas.permissions import ALL, Direction, granted, inbox_of, permissions_of
+from schemas.request import AskProgress
 from schemas.subjects import SUBJECTS, Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
+from services.bus.typed import Received, TypedBus
 from services.errors import BrokerRefusesError, UserError
+from services.files import write_private
 from services.trust.keys import BusAccess, Identity, MeshKeys, credentials_file, key_file, load_role_key, person
+from services.trust.nats_jwt import pair_of, user_credentials
+from tests.waiting import until
 from tests.wire.cells import Member, every_cell
 
 
@@ -69,7 +79,7 @@ async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshK
         subject, reply_to = subjects.PROGRESS.of("w"), []
         questions = await holder.client.subscribe(subject)
         for curious in (observer, operator):
-            for pattern in (">", "_REPLY.>", "_REPLY.g.>"):
+            for pattern in (">", "_REPLY.>", "_REPLY.*.g.>", "_REPLY.gateway.g.>"):
                 curious.denied.clear()
                 await curious.client.subscribe(pattern)
                 await curious.settle()
@@ -81,9 +91,73 @@ async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshK
         await question.respond(b"once")
         assert (await asking).data == b"once"
         await question.respond(b"twice")
-        await holder.client.publish("_REPLY.g.guessed", b"never asked")
+        await holder.client.publish("_REPLY.gateway.g.guessed", b"never asked")
         await holder.settle()
         assert len(holder.denied) == 2, "a question is answered once, and only by whom it has reached"
+
+
+async def hears_none(forger: Member, role: Role, other: Role) -> None:
+    """Assert that a member of a role neither hears nor says anything where members of another one await replies."""
+    if (role, other) == (Role.OPERATOR, Role.OBSERVER):
+        return  # whose replies concern nobody
+    for pattern in {f"{inbox_of(other, name)}.>" for name in ("x", "*")}:
+        forger.denied.clear()
+        await forger.client.subscribe(pattern)
+        await forger.client.publish(pattern.replace("*", "x").replace(">", "y"), b"")
+        await forger.settle()
+        assert len(forger.denied) == 2, (role, pattern, forger.denied)
+
+
+async def test_a_key_opens_no_other_role_s_replies_under_any_name(url: str, keys: MeshKeys) -> None:
+    """Whoever has a role's key may call itself anything, also what is no name: a pattern."""
+    for role, other in itertools.permutations(Role, 2):
+        for name in ("x", "*", ">", "other.x", f"*.{other}.x"):
+            signer, account = pair_of(keys.roles[role].seed), keys.roles[role].account
+            identity = Identity(role=role, name="x", credentials=user_credentials(signer, account, name))
+            with contextlib.suppress(nats.errors.Error):  # a name of which the broker can make no subject
+                async with Member.join(url, identity) as forger:
+                    await hears_none(forger, role, other)
+
+
+async def test_a_reply_is_led_nowhere_but_to_who_may_ask(url: str, keys: MeshKeys) -> None:
+    """A worker may say that it leaves, and a gateway may not: nor may it have the worker's answer go there."""
+    name = "w"
+    connection = await NatsBus.connect(BusAccess(url, identity_of(keys, Role.HOLDER, name)), name)
+    bus, asked = TypedBus(connection, "prefill"), list[str]()
+
+    async def answer(received: Received[DescribeWorker | AskProgress]) -> None:
+        asked.append(received.subject)
+
+    async with (
+        asyncio.TaskGroup() as tasks,
+        Member.join(url, identity_of(keys, Role.GATEWAY, "g")) as gateway,
+        Member.join(url, identity_of(keys, Role.OBSERVER, "o")) as observer,
+    ):
+        for subject in (subjects.PROGRESS, subjects.WORKER_STATUS):
+            await bus.serve(tasks, subject, (name,), answer)
+        await connection.flush()
+        progress = encode(AskProgress(request_id=RequestId("r"), attempt=1, deadline_ms=10**6, index=0))
+        told = subjects.PROGRESS.of(name), subjects.WORKER_STATUS.of(name)
+        elsewhere = (subjects.LEFT.of(name), "_REPLY.holder.other.x", "_INBOX.x", f"{name}", "$SRV.PING")
+        for reply in (*elsewhere, "_REPLY.gateway.g.x"):
+            await gateway.client.publish(told[0], progress, reply=reply)
+        for reply in ("_REPLY.gateway.g.x", "_REPLY.operator.p.x", "_INBOX.x"):
+            await observer.client.publish(told[1], b"{}", reply=reply)
+        await gateway.settle()
+        await observer.settle()
+        await until(lambda: len(asked) + bus.num_dropped == len(elsewhere) + 4)
+        assert sorted(asked) == sorted([told[0], told[1], told[1]])
+        await bus.close()
+
+
+def test_no_reply_is_what_its_asker_may_not_say() -> None:
+    """As whoever answers may say it there, and a reply goes where the asker wants."""
+    for subject in SUBJECTS:
+        for other in SUBJECTS:
+            if other.carries in subject.reply:
+                assert {grant.role for grant in subject.said_by} <= {grant.role for grant in other.said_by}, (
+                    f"{subject.pattern} is answered by {other.carries.__name__}, which its asker may not say"
+                )
 
 
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.OPERATOR])
@@ -146,11 +220,65 @@ def test_key_files_are_their_owner_s_only(tmp_path: Path, keys: MeshKeys) -> Non
     assert "SEED" not in keys.broker_config and "SU" not in keys.broker_config.split("resolver")[0][:20]
 
 
+def test_a_key_that_others_may_read_is_refused_unless_it_is_mounted_so(
+    tmp_path: Path, keys: MeshKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.create(tmp_path / "keys")
+    key, creds = key_file(tmp_path / "keys", Role.HOLDER), credentials_file(tmp_path / "keys", Role.OBSERVER)
+    for mode in (0o640, 0o604, 0o620):
+        for path, load in ((key, load_role_key), (creds, lambda path: person(path, Role.OBSERVER))):
+            path.chmod(mode)
+            with pytest.raises(UserError, match=f"others may read the key .*mode {mode:o}.*KVMESH_READABLE_KEYS=1"):
+                load(path)
+            with monkeypatch.context() as mounted:
+                mounted.setenv("KVMESH_READABLE_KEYS", "1")
+                load(path)
+
+
+def test_keys_replace_nothing_and_follow_no_link(tmp_path: Path, keys: MeshKeys) -> None:
+    """Nor is a folder narrowed that was there before: others may keep something in it."""
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    (folder / "gateway.key.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"has the keys of a mesh already \(gateway.key.json\)"):
+        keys.create(folder)
+    assert not (tmp_path / "elsewhere").exists() and len(list(folder.iterdir())) == 1
+    (folder / "gateway.key.json").unlink()
+    keys.create(folder)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    before = key_file(folder, Role.HOLDER).read_bytes()
+    with pytest.raises(UserError, match="has the keys of a mesh already"):
+        MeshKeys.fresh().create(folder)
+    assert key_file(folder, Role.HOLDER).read_bytes() == before
+
+
+async def test_an_operator_is_in_no_queue_of_a_service(url: str, keys: MeshKeys) -> None:
+    """There it would take questions away from whoever answers them."""
+    async with (
+        Member.join(url, identity_of(keys, Role.OPERATOR, "p")) as operator,
+        Member.join(url, identity_of(keys, Role.SCHEDULER, "s")) as scheduler,
+    ):
+        await scheduler.client.subscribe(subjects.PLACE.pattern, queue="scheduler")
+        await scheduler.settle()
+        assert not scheduler.denied
+        for pattern in (subjects.PLACE.pattern, "mesh.v1.schedule.*", ALL):
+            operator.denied.clear()
+            await operator.client.subscribe(pattern, queue="scheduler")
+            await operator.settle()
+            assert operator.denied, pattern
+            operator.denied.clear()
+            await operator.client.subscribe(pattern)
+            await operator.settle()
+            assert not operator.denied, pattern
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"role":"holder","account":"A","seed":"SU"}', None])
 def test_what_is_no_key_is_one_line(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "holder.key.json"
     if content is not None:
-        path.write_bytes(content)
+        write_private(path, content)
     with pytest.raises(UserError, match="bus-config"):
         load_role_key(path)
 
@@ -159,7 +287,7 @@ def test_what_is_no_key_is_one_line(tmp_path: Path, content: bytes | None) -> No
 def test_what_is_no_person_s_credentials_is_one_line(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "observer.creds"
     if content is not None:
-        path.write_text(content)
+        write_private(path, content)
     with pytest.raises(UserError, match="credentials"):
         person(path, Role.OBSERVER)
 

@@ -8,7 +8,7 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import ReadEnd
 from schemas.message import Message
-from schemas.request import RefusalReason, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
+from schemas.request import RefusalReason, Refused, RequestFailure, ReservationAccepted, ReserveBlocks, RunPrefill
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.times import Times
@@ -225,7 +225,8 @@ def test_a_repeated_message_is_answered_as_before_even_by_who_takes_nothing_new(
     case.hear(bench.prefill, DrainBegun(finishes=True), 1)
     case.hear(bench.decode, DrainBegun(finishes=True), 1)
     assert bench.run(case.run_prefill()) == []
-    assert isinstance(case.ask(bench.decode, case.reserve(2), 1)[0], BlocksReserved)
+    reply = case.ask(bench.decode, case.reserve(2), 1)[0]
+    assert isinstance(reply, ReservationAccepted) and reply.has_room
 
 
 def test_a_message_that_comes_again_when_all_is_over_begins_nothing() -> None:
@@ -289,7 +290,7 @@ def test_a_drain_sends_elsewhere_what_waits_and_finishes_the_rest() -> None:
 def test_a_reservation_that_waits_is_failed_by_a_drain() -> None:
     bench = Bench(num_blocks=3)
     case.ask(bench.decode, case.reserve(1), 0)
-    assert isinstance(case.ask(bench.decode, case.reserve(2), 0)[0], ReservationQueued)
+    assert isinstance(case.ask(bench.decode, case.reserve(2), 0)[0], ReservationAccepted)
     actions = bench.checked(case.hear(bench.decode, DrainBegun(finishes=True), 5))
     assert [f.code for f in failures(actions)] == ["draining"] and published(actions) == [HandoffAborted]
     assert bench.decode.wanted_by() == {("r1", 1): case.GATEWAY}

@@ -67,6 +67,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
 from services.gateway.request.job import Job
 from services.gateway.requests import Requests
+from services.metric_names import REQUESTS
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.times import GatewayTimes
@@ -236,15 +237,19 @@ def _let_in(request: HttpRequest) -> Gateway:
 async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASGIApp:
     """Return the response that answers a generation, or says what is wrong with it.
 
-    Who asks, and what is sent, is known from the headers: of a stranger no body is read.
+    Who asks, and what is sent, is known from the headers: of a stranger no body is read, and nothing is kept.
     """
     has_read = False
     observer: AnswerObserver | None = None
     try:
-        if gateway.stopping:
-            raise NotNowError("draining", "this gateway is shutting down")
         tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
         check_json(request.headers)
+    except InvalidRequestError as error:
+        gateway.metrics.registry.inc(REQUESTS, route, str(error.status), "invalid")
+        return _refusal(gateway, error_of_invalid(error), error.status, {}, has_read=False)
+    try:
+        if gateway.stopping:
+            raise NotNowError("draining", "this gateway is shutting down")
         must_split = asks_to_split(request.headers) or gateway.config.gateway.split == "always"
         num_prompts = limits.MAX_CHOICES if route is Route.COMPLETIONS else 1
         max_bytes = gateway.model.max_body_bytes(num_prompts)

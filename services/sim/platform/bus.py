@@ -69,6 +69,7 @@ class SimDelivery:
     """The client that answers."""
     asker: "SimBus | None" = None
     reply_id: int = 0
+    reply_to: str = ""
 
     @property
     def expects_reply(self) -> bool:

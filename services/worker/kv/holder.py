@@ -135,6 +135,7 @@ class KVHolder(Generic[MemoryT]):
         """Return the signed offer of a hand-over's lease, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot offer"
         grant.traceparent = traceparent
+        endpoint = self.plane.endpoint_for(grant.reader)
         return KVOffered(
             **handoff_fields(request, self.worker_id),
             lease_id=grant.lease_id,
@@ -142,7 +143,8 @@ class KVHolder(Generic[MemoryT]):
             lease_ms=lease_ms,
             ticket=self.credentials.secrets.sign(grant.ticket(self.incarnation)),
             incarnation=self.incarnation,
-            pair=self.plane.endpoint_for(grant.reader).pair,
+            arena_nonce=endpoint.arena_nonce,
+            pair=endpoint.pair,
             fingerprint=self.shape.layout.fingerprint,
             num_tokens=grant.num_tokens,
         )
@@ -151,6 +153,7 @@ class KVHolder(Generic[MemoryT]):
         """Return the signed terms of a lease on what is all here, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot lend"
         grant.traceparent, grant.readable_ns = traceparent, time.monotonic_ns()
+        endpoint = self.plane.endpoint_for(grant.reader)
         return LeaseGranted(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -161,7 +164,8 @@ class KVHolder(Generic[MemoryT]):
             lease_ms=grant.expires_at_ms - now_ms(),
             ticket=self.credentials.secrets.sign(grant.ticket(self.incarnation)),
             incarnation=self.incarnation,
-            pair=self.plane.endpoint_for(grant.reader).pair,
+            arena_nonce=endpoint.arena_nonce,
+            pair=endpoint.pair,
             first_token=grant.first_token,
             num_tokens=grant.num_tokens,
         )
