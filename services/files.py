@@ -38,6 +38,15 @@ def create_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def replace_private(path: Path, content: bytes) -> None:
+    """Write a file for its owner alone in place of what has its name, be it a link: whole, or not at all. Raises
+    OSError."""
+    whole = path.with_name(f"{path.name}.new")
+    whole.unlink(missing_ok=True)
+    create_private(whole, content)
+    whole.replace(path)
+
+
 def write_private(path: Path, content: str | bytes) -> None:
     """Write a whole file for its owner alone. Raises OSError."""
     with open_private(path, "wb") as file:

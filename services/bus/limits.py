@@ -23,6 +23,8 @@ BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
 WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 """So many bytes may wait for one subscription's reader."""
 
+RENEW_AGAIN_S = 3600
+"""So long after there was no next key it is looked for again."""
 CANCEL_AGAIN_S = 0.01
 """What swallowed its cancellation is cancelled again after this long."""
 

@@ -10,6 +10,7 @@ starts it again. So a watch looks at its tasks and connects anew where one has e
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import ssl
 import time
@@ -20,7 +21,7 @@ from urllib.parse import ParseResult
 import nats
 import nats.errors
 import nats.micro
-from nats.aio.client import Client, RawCredentials
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 from nats.aio.transport import TcpTransport
@@ -43,6 +44,7 @@ from services.errors import BrokerRefusesError, BrokerUnreachableError, UserErro
 from services.times import Times
 from services.trust.certificates import client_context
 from services.trust.keys import BusAccess, Identity
+from services.trust.nats_jwt import sign_nonce, token_of, user_of
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +247,9 @@ class NatsBus:
         self._times = times.bus
         self._settle_s = times.presence.settle_ms / 1000
         self._identity = access.identity
+        self._renew = access.renew
+        self._renew_s = math.inf if access.identity is None or access.renew is None else _renewal_of(access.identity)
+        """When the next identity is asked for, by the monotonic clock."""
         self._name = name
         self._url = access.shown
         self._services: dict[str, Service] = {}
@@ -283,7 +288,7 @@ class NatsBus:
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us, UserError where it takes small messages
         only."""
-        url, identity, ca = access
+        url, identity, ca, _ = access
         client = BrokerClient(is_encrypted=access.is_encrypted)
         times = times or Times()
         bus = cls(client, access, name, times)
@@ -303,7 +308,8 @@ class NatsBus:
                 allow_reconnect=True,
                 pending_size=limits.BUFFER_BYTES,
                 ping_interval=times.bus.ping_interval_s,  # pyright: ignore[reportArgumentType]
-                user_credentials=None if identity is None else RawCredentials(identity.credentials),
+                user_jwt_cb=None if identity is None else bus._token,
+                signature_cb=None if identity is None else bus._sign_nonce,
                 inbox_prefix=INBOX if identity is None else identity.inbox,
                 tls=tls,
             )
@@ -465,7 +471,33 @@ class NatsBus:
             if ended := _ended_task(self._client):
                 log.error("the connection to the broker is broken, as %s has ended: connecting anew", ended)
                 await _reconnect(self._client)
+            if time.monotonic() > self._renew_s and self._take_next_identity() and self.is_connected:
+                log.info("the next key of %s is taken: connecting anew with it", self._name)
+                await _reconnect(self._client)
             await asyncio.sleep(self._times.watch_interval_s)
+
+    def _take_next_identity(self) -> bool:
+        """Say whether there is one: the broker takes the one before until its end only."""
+        assert self._identity is not None and self._renew is not None
+        self._renew_s = time.monotonic() + limits.RENEW_AGAIN_S
+        try:
+            found = self._renew()
+        except UserError as error:
+            log.warning("no next key for %s: %s", self._name, error)
+            return False
+        if found == self._identity:
+            log.warning("the key of %s ends soon: `kvmesh bus-config --member` makes the next", found.name)
+            return False
+        self._identity, self._renew_s = found, _renewal_of(found)
+        return True
+
+    def _token(self) -> bytes:
+        assert self._identity is not None
+        return token_of(self._identity.credentials).encode()
+
+    def _sign_nonce(self, nonce: str) -> bytes:
+        assert self._identity is not None
+        return sign_nonce(self._identity.credentials, nonce)
 
     async def _on_returned(self, message: Msg) -> None:
         trip = self._trips.get(message.data)
@@ -494,6 +526,8 @@ class NatsBus:
                 self._mistrust_said = text
                 log.warning("%s", text)
             return
+        if _REFUSED in text.lower() and self._renew is not None:
+            self._renew_s = 0.0  # what we have is of no use any more
         if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
             log.info("the broker does not say whose connection ends: who is quiet is asked")
             return
@@ -546,6 +580,16 @@ def _refusal(url: str, identity: Identity | None) -> str:
         f"the broker at {url} does not know the key of {identity.role} {identity.name}: it has expired, or is of "
         "another mesh; --keys (a service's) or --creds (a person's) names what was made for this broker"
     )
+
+
+def _renewal_of(identity: Identity) -> float:
+    """Return when an identity's next one is asked for, by the monotonic clock: with a third of its life left, and
+    members that began together not together."""
+    user = user_of(identity.credentials)
+    if user.exp is None:
+        return math.inf
+    left_s = user.exp - time.time() - (user.exp - user.iat) * random.uniform(0.3, 0.4)
+    return time.monotonic() + max(0.0, left_s)
 
 
 def _forget_unsent(client: Client) -> None:

@@ -209,11 +209,21 @@ def bus_config(
     host: Annotated[
         str, typer.Option(help="Names and addresses by which the server is reached, with commas between: TLS.")
     ] = "",
+    member: Annotated[str, typer.Option(help="With keys made before: one for this name alone, as decode-0.")] = "",
+    revoke: Annotated[str, typer.Option(help="The name of a member whose keys are to be of no use any more.")] = "",
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Keys of members and people end after so many.")] = 90,
 ) -> None:
     """Make the keys of a mesh whose NATS server is your own, and the part of its configuration that knows them."""
-    from services.cli.bus_config import run_bus_config
+    from services.cli.bus_config import run_bus_config, run_member, run_revoke
 
-    run_bus_config(folder, parse_list(host))
+    if sum(map(bool, (host, member, revoke))) > 1:
+        raise UserError("--host is for new keys, --member and --revoke are for those that there are: one of them")
+    if member:
+        run_member(folder, member, days)
+    elif revoke:
+        run_revoke(folder, revoke)
+    else:
+        run_bus_config(folder, parse_list(host), days)
 
 
 @app.command()

@@ -9,8 +9,7 @@ import msgspec
 from schemas.subjects import Role
 from services.config import STATE_DIR, is_state_dir_named, state_dir
 from services.errors import MeshNotRunningError, UserError
-from services.trust.certificates import ca_file
-from services.trust.keys import BusAccess, credentials_file, person
+from services.trust.keys import BusAccess, credentials_file, person_access
 
 STATE_FILE = "mesh.json"
 
@@ -73,10 +72,9 @@ def access_of(options: BusOptions, mesh: RunningMesh | None) -> BusAccess:
         raise MeshNotRunningError("no mesh runs; start one with `kvmesh up`, or pass --nats URL")
     url = options.nats or (mesh.nats_url if mesh else "")
     if options.creds:
-        return BusAccess(url, person(Path(options.creds), role), ca_file(Path(options.creds).parent))
+        return person_access(url, Path(options.creds), role)
     if mesh is not None and mesh.keys and url == mesh.nats_url:
-        keys = Path(mesh.keys)
-        return BusAccess(url, person(credentials_file(keys, role), role), ca_file(keys))
+        return person_access(url, credentials_file(Path(mesh.keys), role), role)
     return BusAccess(url)
 
 

@@ -22,7 +22,7 @@ from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import GatewayConfig, SplitMode, is_card, parse_list, state_dir
 from services.errors import UserError
-from services.files import open_private, private_folder, write_private
+from services.files import open_private, private_folder, replace_private
 from services.launch.supervisor import Supervisor, UpOptions
 from services.runtime import ended_before
 from services.trust.keys import credentials_file
@@ -119,7 +119,7 @@ async def _up(options: UpOptions) -> int:
         if not await _started(console, supervisor, stop):
             return 130
         _write(state_file, supervisor)
-        _replace(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
+        replace_private(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
         with contextlib.suppress(OSError):
             _greet(console, supervisor, options)
         await stop.wait()
@@ -210,14 +210,7 @@ def _write(path: Path, supervisor: Supervisor) -> None:
         restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},
         resting=[name for name, record in records.items() if record.num_rests],
     )
-    _replace(path, msgspec.json.encode(mesh))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace a file atomically."""
-    whole = path.with_suffix(".new")
-    write_private(whole, content)
-    whole.replace(path)
+    replace_private(path, msgspec.json.encode(mesh))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -76,7 +77,14 @@ def run_service(
         key = _key_of(role, config, config_path)
         config = with_key(config, key) if key else config
         identity = key.member(name) if key and not config.nats.open else None
-        access = BusAccess(config.nats.url, identity, ca_file(config_path.parent / config.nats.keys))
+        ca = ca_file(config_path.parent / config.nats.keys)
+
+        def renew() -> Identity:
+            found = _key_of(role, config, config_path)
+            assert found is not None and identity is not None
+            return found.identity(identity.name)
+
+        access = BusAccess(config.nats.url, identity, ca, renew if identity else None)
         start, secrets = _service(role, name, config, metrics, identity)
 
         def read_again() -> None:
@@ -147,6 +155,8 @@ async def _serve(
         with contextlib.ExitStack() as while_ready:
 
             def on_ready() -> None:
+                gc.collect()
+                gc.freeze()  # what was loaded stays: a collection would look it all through, while nobody is answered
                 while_ready.enter_context(_served(metrics, config))
                 _say(READY_LINE)
 

@@ -69,7 +69,15 @@ from services.scheduler.placement.named import policy_named
 from services.store.remote import ValkeyTier
 from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
-from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
+from services.trust.keys import (
+    BROKER_FILE,
+    BusAccess,
+    MeshKeys,
+    credentials_file,
+    key_file,
+    load_role_key,
+    person_access,
+)
 
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
@@ -199,7 +207,7 @@ class Supervisor:
         if self.has_open_bus:
             return BusAccess(self.nats_url)
         if role in PEOPLE:
-            return BusAccess(self.nats_url, person(credentials_file(folder, role), role), ca_file(folder))
+            return person_access(self.nats_url, credentials_file(folder, role), role)
         identity = load_role_key(key_file(folder, role)).identity(name or new_id(role))
         return BusAccess(self.nats_url, identity, ca_file(folder))
 
@@ -388,8 +396,8 @@ class Supervisor:
                     "`kvmesh bus-config DIR` writes and pass --keys DIR, or pass --open-bus"
                 )
             return
-        identity = person(credentials_file(folder, Role.OBSERVER), Role.OBSERVER)
-        await (await NatsBus.connect(BusAccess(url, identity, ca), "kvmesh-up")).close()
+        access = person_access(url, credentials_file(folder, Role.OBSERVER), Role.OBSERVER)
+        await (await NatsBus.connect(access, "kvmesh-up")).close()
 
     def _config(self, port: int) -> MeshConfig:
         options, checkpoint = self._options, self.checkpoint

@@ -129,7 +129,7 @@ class DiskTier:
                     continue
                 for folder in _folders_of(root):
                     for file in os.scandir(folder):
-                        if _OWN.fullmatch(file.name) and not file.is_dir(follow_symlinks=False):
+                        if _OWN.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                             Path(file.path).unlink(missing_ok=True)
                 if root is not self.folder:
                     _remove_empty(root)

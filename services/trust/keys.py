@@ -1,16 +1,18 @@
 """The keys of one mesh: made at its start, or by `kvmesh bus-config` for a broker of one's own.
 
 Each role has a key of its own, which makes identities of that role and of no other. A service needs its role's key
-file. The broker needs nobody's secret: public keys, and a certificate's own key where it speaks TLS.
+file, or that of one member (`services/trust/members.py`), which is of use under one name and until its end. The broker
+needs nobody's secret: public keys, and a certificate's own key where it speaks TLS.
 """
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -24,10 +26,13 @@ from services.config import READABLE_KEYS, MeshConfig, fresh_secret, takes_reada
 from services.errors import UserError
 from services.files import create_private, private_folder, write_private
 from services.trust import nats_jwt
-from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, BrokerCertificate, new_certificate
+from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, BrokerCertificate, ca_file, new_certificate
 from services.trust.credentials import TenantSigner
 
 BROKER_FILE = "broker.conf"
+MESH_FILE = "mesh.key.json"
+IDENTITY_LIFE_S = 24 * 3600
+"""A service's identity ends so long after it was made; it makes itself another one before."""
 _ROLE_SUFFIX = ".key.json"
 _CREDENTIALS_SUFFIX = ".creds"
 
@@ -52,6 +57,8 @@ class BusAccess(NamedTuple):
     identity: Identity | None = None
     ca: Path | None = None
     """The certificate of the CA that vouches for the broker; None: one of those that the system trusts."""
+    renew: Callable[[], Identity] | None = None
+    """Returns the same member's identity for the time to come. Raises UserError."""
 
     @property
     def shown(self) -> str:
@@ -84,12 +91,15 @@ def _split(url: str) -> SplitResult | None:
 
 
 class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The content of a key file: all that is secret to a role. Whoever has it can be any member of the role."""
+    """The content of a key file: all that is secret to a role. Whoever has its seed can be any member of the role."""
 
     role: Role
     account: str
     """The mesh's public key."""
-    seed: str
+    seed: str = ""
+    """Makes identities. Empty: this is the key of one member, which is called `name` and has `credentials`."""
+    name: str = ""
+    credentials: str = ""
     ticket_secrets: tuple[str, ...] = ()
     """Holders': the first signs the data plane's tickets, all of them verify."""
     content_secrets: tuple[str, ...] = ()
@@ -99,18 +109,55 @@ class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tenant_public_key: str = ""
     """Holders': what verifies that."""
 
-    def identity(self, name: str, ends_s: int | None = None) -> Identity:
-        """Return the member of this name. Raises UserError for what is no name."""
+    def identity(self, name: str, life_s: int | None = IDENTITY_LIFE_S) -> Identity:
+        """Return the member of this name, for so long; None: for ever. Raises UserError for what is no name, and for
+        what is not this member's."""
         if not is_subject_token(name):
             raise UserError(f"{name!r} is no name for the bus: it may have letters, digits, - and _ only")
-        signer = nats_jwt.pair_of(self.seed)
+        if self.credentials:
+            if name != self.name:
+                raise UserError(f"this key is {self.name}'s alone: `kvmesh bus-config --member {name}` makes another")
+            return Identity(role=self.role, name=name, credentials=self.credentials)
+        signer, ends_s = nats_jwt.pair_of(self.seed), None if life_s is None else int(time.time()) + life_s
         credentials = nats_jwt.user_credentials(signer, self.account, name, ends_s)
         return Identity(role=self.role, name=name, credentials=credentials)
 
     def member(self, service_id: str) -> Identity:
-        """Return the identity of a service that starts. A gateway's is another one in each of its lives: what a worker
-        has to say to the one before concerns nobody."""
-        return self.identity(new_id(service_id) if self.role is Role.GATEWAY else service_id)
+        """Return the identity of a service that starts. A gateway's is another one in each of its lives, unless its key
+        is of one name: what a worker has to say to the one before concerns nobody."""
+        is_new = self.role is Role.GATEWAY and not self.credentials
+        return self.identity(new_id(service_id) if is_new else service_id)
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A user that was made for a member: its public key, and Unix times. `revoked_s` 0: it is not."""
+
+    public: str
+    ends_s: int
+    revoked_s: int = 0
+
+
+class MeshKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of the file with which members are made and revoked. It is of whoever runs the mesh, and of no
+    service."""
+
+    seed: str
+    """Of NATS' operator, who vouches for the mesh."""
+    account: str
+    system: str
+    """The public keys of the mesh, and of the broker's own account."""
+    signers: Mapping[Role, str]
+    """Each role's public key."""
+    people: Mapping[Role, str]
+    """The seeds of people's roles."""
+    members: Mapping[str, tuple[Made, ...]] = {}
+
+    def account_token(self) -> str:
+        """Return what the broker is to know of the mesh now."""
+        operator = nats_jwt.pair_of(self.seed)
+        made = [each for users in self.members.values() for each in users]
+        revoked = {each.public: each.revoked_s for each in made if each.revoked_s and each.ends_s > time.time()}
+        return nats_jwt.account_token(operator, self.account, self.signers, self.system, revoked)
 
 
 @dataclass(frozen=True)
@@ -120,6 +167,7 @@ class MeshKeys:
     broker_config: str
     """For nats-server's configuration. Public keys only."""
     roles: Mapping[Role, RoleKey]
+    mesh: MeshKey
     certificate: BrokerCertificate | None = None
     """With it the broker speaks TLS only."""
 
@@ -130,8 +178,11 @@ class MeshKeys:
         operator = nats_jwt.new_pair(nats_jwt.OPERATOR)
         account, system = nats_jwt.new_pair(nats_jwt.ACCOUNT), nats_jwt.new_pair(nats_jwt.ACCOUNT)
         signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
-        public = {role: nats_jwt.public(pair) for role, pair in signers.items()}
-        me, broker = nats_jwt.public(account), nats_jwt.public(system)
+        mesh = MeshKey(
+            seed=nats_jwt.seed(operator), account=nats_jwt.public(account), system=nats_jwt.public(system),
+            signers={role: nats_jwt.public(pair) for role, pair in signers.items()},
+            people={role: nats_jwt.seed(signers[role]) for role in PEOPLE},
+        )  # fmt: skip
         tenant_seed = fresh_secret()
         own: dict[Role, dict[str, Any]] = {
             Role.GATEWAY: {"tenant_seed": tenant_seed},
@@ -141,23 +192,24 @@ class MeshKeys:
             },
         }  # fmt: skip
         config = (
-            f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\nsystem_account: {broker}\n"
-            f"resolver_preload: {{\n  {me}: {nats_jwt.account_token(operator, account, public, broker)}\n"
-            f"  {broker}: {nats_jwt.system_token(operator, system)}\n}}\n"
+            f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\nsystem_account: {mesh.system}\n"
+            f"resolver_preload: {{\n  {mesh.account}: {mesh.account_token()}\n"
+            f"  {mesh.system}: {nats_jwt.system_token(operator, system)}\n}}\n"
         )
         roles = {
-            role: RoleKey(role=role, account=me, seed=nats_jwt.seed(pair), **own.get(role, {}))
+            role: RoleKey(role=role, account=mesh.account, seed=nats_jwt.seed(pair), **own.get(role, {}))
             for role, pair in signers.items()
         }
-        return cls(config, roles, new_certificate(hosts) if hosts else None)
+        return cls(config, roles, mesh, new_certificate(hosts) if hosts else None)
 
-    def files(self, folder: Path) -> dict[str, bytes]:
+    def files(self, folder: Path, people_life_s: int | None = None) -> dict[str, bytes]:
         """Return the content of each file by its name: each role's key, people's credentials, and last the broker's
-        part, which is there only where all are. `folder`: where the broker finds its own."""
+        part, which is there only where all are. `folder`: where the broker finds its own. `people_life_s`: when their
+        credentials end; None: never."""
         found: dict[str, bytes] = {}
         for role, key in self.roles.items():
             if role in PEOPLE:
-                found[f"{role}{_CREDENTIALS_SUFFIX}"] = key.identity(role).credentials.encode()
+                found[f"{role}{_CREDENTIALS_SUFFIX}"] = key.identity(role, people_life_s).credentials.encode()
             else:
                 found[f"{role}{_ROLE_SUFFIX}"] = msgspec.json.encode(key)
         config = f"max_payload: {MAX_PAYLOAD_BYTES}\n{self.broker_config}"
@@ -179,10 +231,14 @@ class MeshKeys:
         except OSError as error:
             raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error
 
-    def create(self, folder: Path) -> None:
-        """Write all files into a folder, which is made where it is missing. Raises UserError where it cannot be
-        written, or has one of them already: nothing is replaced, and no link is followed."""
-        files = self.files(folder.absolute())
+    def create(self, folder: Path, people_life_s: int) -> None:
+        """Write all files into a folder, which is made where it is missing, with what makes and revokes members. Raises
+        UserError where it cannot be written, or has one of them already: nothing is replaced, and no link is
+        followed."""
+        files = self.files(folder.absolute(), people_life_s)
+        people = {role: nats_jwt.user_of(files[credentials_file(folder, role).name].decode()) for role in PEOPLE}
+        members = {name: (Made(public=user.sub, ends_s=user.iat + people_life_s),) for name, user in people.items()}
+        files |= {MESH_FILE: msgspec.json.encode(msgspec.structs.replace(self.mesh, members=members))}
         if taken := [name for name in files if os.path.lexists(folder / name)]:
             raise UserError(
                 f"{folder} has the keys of a mesh already ({taken[0]}): whoever uses them would be locked out; name "
@@ -207,17 +263,28 @@ def credentials_file(folder: Path, role: Role) -> Path:
 
 def load_role_key(path: Path) -> RoleKey:
     """Raises UserError where there is no such key, or others may read it."""
+    key = read_key(path, RoleKey)
+    try:
+        nats_jwt.user_of(key.credentials) if key.credentials else nats_jwt.pair_of(key.seed)
+    except ValueError as error:
+        raise UserError(f"{path} is no role's key: `kvmesh bus-config` makes keys") from error
+    return key
+
+
+KeyT = TypeVar("KeyT", RoleKey, MeshKey)
+
+
+def read_key(path: Path, kind: type[KeyT]) -> KeyT:
+    """Raises UserError where there is no such file, or others may read it."""
     refuse_readable(path)
     try:
-        key = msgspec.json.decode(path.read_bytes(), type=RoleKey)
-        nats_jwt.pair_of(key.seed)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise UserError(
             f"cannot read the key {path}: {error.strerror}; `kvmesh bus-config` makes keys, --keys names their folder"
         ) from error
-    except (msgspec.DecodeError, ValueError) as error:
-        raise UserError(f"{path} is no role's key: `kvmesh bus-config` makes keys") from error
-    return key
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is no key of a mesh: `kvmesh bus-config` makes keys") from error
 
 
 def refuse_readable(path: Path) -> None:
@@ -248,12 +315,18 @@ def person(path: Path, role: Role) -> Identity:
     refuse_readable(path)
     try:
         credentials = path.read_text("utf-8")
-        nats_jwt.pair_of(credentials.partition(nats_jwt.SEED_BEGINS)[2].strip().partition("\n")[0])
+        name = nats_jwt.user_of(credentials).name
     except OSError as error:
         raise UserError(f"cannot read the credentials {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} has no NATS credentials: take observer.creds or operator.creds of the mesh") from error
-    return Identity(role=role, name=path.stem, credentials=credentials)
+    return Identity(role=role, name=name, credentials=credentials)
+
+
+def person_access(url: str, path: Path, role: Role) -> BusAccess:
+    """Return how a person gets to the broker, with the credentials in a file, beside which its CA lies. Raises
+    UserError."""
+    return BusAccess(url, person(path, role), ca_file(path.parent), lambda: person(path, role))
 
 
 assert set(SERVICE_NAMES) | set(PEOPLE) == set(Role)

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -21,6 +22,7 @@ OPERATOR, ACCOUNT, USER = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT,
 ANSWER_WITHIN_S = 600
 """A question may be answered for so long: as long as a request may take by default."""
 UNLIMITED = -1
+TOKEN_BEGINS = "-----BEGIN NATS USER JWT-----"
 SEED_BEGINS = "-----BEGIN USER NKEY SEED-----"
 _ENDS = "$SYS.ACCOUNT.{}.DISCONNECT"
 _NAME = "{{name()}}"
@@ -72,17 +74,20 @@ def system_token(operator: KeyPair, system: KeyPair) -> str:
     return _sign(operator, public(system), "system", "account", {"limits": _ACCOUNT_LIMITS, "exports": [ends]})
 
 
-def account_token(operator: KeyPair, account: KeyPair, signers: dict[Role, str], system: str) -> str:
-    """Return the account of a mesh. `signers`: the public signing key of each role, which makes users of that role.
-    `system`: the public key of the broker's own account."""
+def account_token(
+    operator: KeyPair, account: str, signers: Mapping[Role, str], system: str, revoked: Mapping[str, int]
+) -> str:
+    """Return the account of a mesh, of which `account` is the public key. `signers`: the public signing key of each
+    role, which makes users of that role. `system`: the public key of the broker's own account. `revoked`: users' public
+    keys, each with the Unix time until which it was given tokens that are taken no more."""
     scopes = [
         {"kind": "user_scope", "key": key, "role": role, "template": _template(role)} for role, key in signers.items()
     ]
     ends = {
-        "subject": _ENDS.format(public(account)), "account": system, "local_subject": DISCONNECTED, "type": "stream",
+        "subject": _ENDS.format(account), "account": system, "local_subject": DISCONNECTED, "type": "stream",
     }  # fmt: skip
-    body = {"limits": _ACCOUNT_LIMITS, "signing_keys": scopes, "imports": [ends]}
-    return _sign(operator, public(account), "mesh", "account", body)
+    body = {"limits": _ACCOUNT_LIMITS, "signing_keys": scopes, "imports": [ends], "revocations": dict(revoked)}
+    return _sign(operator, account, "mesh", "account", body)
 
 
 def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | None = None) -> str:
@@ -93,9 +98,40 @@ def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | Non
     user = new_pair(USER)
     token = _sign(signer, public(user), name, "user", {"issuer_account": account}, ends_s)
     return (
-        f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
+        f"{TOKEN_BEGINS}\n{token}\n------END NATS USER JWT------\n\n"
         f"{SEED_BEGINS}\n{seed(user)}\n------END USER NKEY SEED------\n"
     )
+
+
+class User(msgspec.Struct, frozen=True):
+    """What a user's token says: its name, its public key, and in Unix time when it was made and when it ends."""
+
+    name: str
+    sub: str
+    iat: int
+    exp: int | None = None
+
+
+def token_of(credentials: str) -> str:
+    """Return the token in a credentials file. Empty: there is none."""
+    return credentials.partition(TOKEN_BEGINS)[2].strip().partition("\n")[0]
+
+
+def user_of(credentials: str) -> User:
+    """Return whom credentials are for; that they are signed is the broker's to see. Raises ValueError where there are
+    none."""
+    pair_of(_seed_of(credentials))
+    claims = token_of(credentials).split(".")[1:2]
+    return msgspec.json.decode(base64.urlsafe_b64decode(f"{claims[0]}==") if claims else b"", type=User)
+
+
+def sign_nonce(credentials: str, nonce: str) -> bytes:
+    """Return what proves to a broker that one has the credentials' key."""
+    return base64.b64encode(pair_of(_seed_of(credentials)).sign(nonce.encode()))
+
+
+def _seed_of(credentials: str) -> str:
+    return credentials.partition(SEED_BEGINS)[2].strip().partition("\n")[0]
 
 
 def _template(role: Role) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.bus.embedded import EmbeddedNats
+from services.files import write_private
 from services.launch.supervisor import UpOptions
 from services.trust.certificates import CA_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys
@@ -46,7 +47,7 @@ def test_a_service_without_its_role_s_key_says_so(closed: tuple[str, Path], tmp_
     )
     mine = tmp_path / "keys"
     mine.mkdir()
-    (mine / f"{role}.key.json").write_bytes((keys / "holder.key.json").read_bytes())
+    write_private(mine / f"{role}.key.json", (keys / "holder.key.json").read_bytes())
     assert_one_line(run(tmp_path, "serve", role, "--config", str(tmp_path / "mesh.toml")), "holder", role)
 
 

@@ -26,7 +26,7 @@ def user(content: str) -> list[ChatMessage]:
 
 def specials(codec: TextCodec, token_ids: list[int]) -> list[int]:
     """The special tokens among them: `decode` leaves them out."""
-    return [token_id for token_id in token_ids if token_id in codec._specials.ids]  # pyright: ignore[reportPrivateUsage]
+    return [token_id for token_id in token_ids if token_id in codec._guarded.ids]  # pyright: ignore[reportPrivateUsage]
 
 
 def codec_with(template: str, *tokens: AddedToken, normalizer: Any = None) -> TextCodec:

@@ -25,18 +25,13 @@ from services.gateway.api.prepare import GatewayModel, prepare
 from services.gateway.server import HttpConnection, connections_for
 from services.times import GatewayTimes
 from tests.gateway.conftest import OpenRig, Rig
+from tests.gateway.endless import GENERATE, chunked, endless, head, prompt_of
 from tests.share import examples
 from tests.waiting import until
 
-C, H = "/v1/completions", "/v1/chat/completions"
+C, H = GENERATE, "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 ONE_KEY = {"tenants": {"key-a": "a"}}
-
-
-def head(path: str = C, **headers: str) -> bytes:
-    named = {"host": "localhost", "content_type": "application/json", **headers}
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in named.items())
-    return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode()
 
 
 class Peer:
@@ -73,10 +68,6 @@ async def peer(rig: Rig) -> AsyncIterator[Peer]:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-
-
-def prompt_of(num_bytes: int) -> bytes:
-    return b'{"model": "demo_model", "max_tokens": 1, "prompt": "' + b"x" * num_bytes + b'"}'
 
 
 # The size of what is sent.
@@ -487,38 +478,13 @@ async def test_an_idle_connection_is_closed_after_its_answer(rig: Rig) -> None:
         assert await idle.is_closed()
 
 
-async def test_endless_headers_are_cut_off(rig: Rig) -> None:
-    async with peer(rig) as endless:
-        with contextlib.suppress(ConnectionError):
-            await endless.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"x" * 2_000_000)
-        assert await endless.is_closed()
-
-
-def chunked(*parts: bytes) -> bytes:
-    return head(transfer_encoding="chunked") + b"".join(parts)
-
-
-BODY_IN_A_CHUNK = b"%x\r\n%b\r\n" % (len(prompt_of(4)), prompt_of(4))
-
-
-@pytest.mark.parametrize(
-    ("begin", "endless"),
-    [
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"x: y\r\n", id="headers"),
-        pytest.param(b"GET /health?", b"x" * 6, id="a first line"),
-        pytest.param(chunked(BODY_IN_A_CHUNK, b"0\r\n"), b"x: y\r\n", id="trailers"),
-        pytest.param(chunked(BODY_IN_A_CHUNK, b"0\r\nx: "), b"x" * 6, id="one trailer"),
-        pytest.param(chunked(b"1"), b";a=b;c=d", id="extensions of a chunk"),
-        pytest.param(chunked(), b"1;a=b;c=d\r\nx\r\n", id="an extension of each chunk"),
-        pytest.param(chunked(), b"0" * 6, id="the size of a chunk"),
-        pytest.param(chunked(), b"1\r\nx\r\n", id="chunks of one byte"),
-    ],
-)
-async def test_what_a_parser_takes_beside_the_body_is_bounded(rig: Rig, begin: bytes, endless: bytes) -> None:
+@pytest.mark.parametrize("part", endless())
+async def test_what_a_parser_takes_beside_the_body_is_bounded(rig: Rig, part: str) -> None:
     """In one write, so that it comes in reads as long as a read may be."""
+    begin, more = endless()[part]
     async with peer(rig) as stranger:
         with contextlib.suppress(ConnectionError):
-            await stranger.send(begin + endless * (2_000_000 // len(endless)))
+            await stranger.send(begin + more * (2_000_000 // len(more)))
         with contextlib.suppress(ConnectionResetError):
             assert (await stranger.reader.read())[:12] in (b"", b"HTTP/1.1 400")
     assert not rig.mesh.places

@@ -143,6 +143,10 @@ THINKERS = """{% for m in messages %}{% generation %}<|im_start|>{{ m.role }}
 {%- if documents %}{{ documents | tojson(ensure_ascii=True, sort_keys=True) }}{% endif %}
 {%- if reasoning_effort == 'high' %}Think hard.{% endif %}{{ tools is none }}{{ documents is none }}"""
 
+PHI = """{% for m in messages %}{{ '<|' + m['role'] + '|>' }}
+{{ m['content'] }}<|im_end|>
+{% endfor %}"""
+
 TEMPLATES = {
     "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral args": MISTRAL_ARGS, "deepseek": DEEPSEEK,
     "thinkers": THINKERS,
@@ -151,10 +155,17 @@ TEMPLATES = {
 SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
 )  # fmt: skip
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+OWN_MARKS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
+"""What models write around their thoughts and calls: tokens that are not special, as published."""
+ADDED = (
+    *OWN_MARKS, "<tool_response>", "</tool_response>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>", "<|system|>", "<|user|>", "unwritten", "<unwritten>", "\n\n", "user",
+)  # fmt: skip
+"""What is a token, and not special."""
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -172,7 +183,7 @@ def codec_of(template: str) -> TextCodec:
     return TextCodec(byte_tokenizer(), template, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-CODECS = {name: codec_of(template) for name, template in TEMPLATES.items()}
+CODECS = {name: codec_of(template) for name, template in (TEMPLATES | {"phi": PHI}).items()}
 TRANSFORMERS = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>")
 
 
@@ -436,29 +447,41 @@ def test_all_texts_of_a_prompt_count() -> None:
         assert text in texts
 
 
-# No client writes a special token.
+# No client writes a token of the template's.
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(data=st.data(), name=st.sampled_from(["hermes", "llama", "mistral", "mistral args", "deepseek", "thinkers"]))
-def test_no_string_of_a_client_adds_a_special_token(name: str, data: st.DataObject) -> None:
-    """Each place where a client writes: with what it drew there, special tokens are those with plain words there."""
-    spelled = st.lists(
-        st.sampled_from([*SPECIAL, "<|", "|>", "<", "im_end", "/s>", "<s", "\\", '"', " ", "é"]), max_size=4
-    )
-    hostile = [data.draw(spelled.map("".join)) for _ in range(12)]
+def guarded_of(name: str) -> dict[int, str]:
+    """Return the tokens that only this template may write."""
+    written = {"<|system|>", "<|user|>"} if name == "phi" else {text for text in ADDED if text in TEMPLATES[name]}
+    plain = {"\n\n", "user"}
+    added = CODECS[name].added_ids.items()
+    return {token_id: text for text, token_id in added if text in SPECIAL or text in written - plain}
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(data=st.data(), name=st.sampled_from([*CODECS]))
+def test_no_string_of_a_client_adds_a_token_of_the_template_s(name: str, data: st.DataObject) -> None:
+    """Each place where a client writes: with what it drew there, guarded tokens are those with plain words there. An
+    assistant's content may have what the model has written there itself."""
+    words = [*SPECIAL, *ADDED, "<|", "|>", "<", "im_end", "/s>", "<s", "\\", '"', " ", "é"]
+    hostile = [data.draw(st.lists(st.sampled_from(words), max_size=4).map("".join)) for _ in range(12)]
+    said_words = [word for word in words if word not in OWN_MARKS]
+    hostile += [data.draw(st.lists(st.sampled_from(said_words), max_size=4).map("".join)) for _ in range(2)]
 
     def made(texts: list[str]) -> list[int]:
-        a, b, c, d, e, f, g, h, i, j, k, m = (f"x{text}" for text in texts)
+        a, b, c, d, e, f, g, h, i, j, k, m, said_1, said_2 = (f"x{text}" for text in texts)
         if name == "thinkers":
-            messages = [said("user", a, name=b), said("assistant", c, reasoning_content=d)]
+            messages = [said("user", a, name=b), said("assistant", said_1, reasoning_content=d)]
             return CODECS[name].encode_chat(messages, ChatOptions(documents=({e: f, "t": [g, {h: i}]},)))
+        if name == "phi":
+            return CODECS[name].encode_chat([said("user", a), said("system", b), said("assistant", said_1)])
         identity = "123456789" if name == "mistral" else k
         arguments = json.dumps({d: e, "n": [f, {g: h}]})
         messages = [
             said("user", a),
-            said("assistant", b, reasoning_content=c, tool_calls=(call(arguments, i, identity),)),
+            said("assistant", said_1, reasoning_content=c, tool_calls=(call(arguments, i, identity),)),
             said("assistant", tool_calls=(call(f"no object {d}", i, identity),)),
+            said("assistant", said_2),
             said("tool", j, tool_call_id=k, name=m),
             said("user", f"{a}{b}"),
         ]
@@ -466,12 +489,33 @@ def test_no_string_of_a_client_adds_a_special_token(name: str, data: st.DataObje
         tools = (tool(a, b, **{c: {"enum": [d, e], f: g}}),)
         return CODECS[name].encode_chat(messages, ChatOptions(tools=tools, template_kwargs=kwargs))
 
-    special = {token_id for text, token_id in CODECS[name].added_ids.items() if text in SPECIAL}
+    guarded = guarded_of(name)
 
-    def specials(token_ids: list[int]) -> list[int]:
-        return [token_id for token_id in token_ids if token_id in special]
+    def written(token_ids: list[int]) -> list[str]:
+        return [guarded[token_id] for token_id in token_ids if token_id in guarded]
 
-    assert specials(made(hostile)) == specials(made([""] * 12))
+    assert written(made(hostile)) == written(made([""] * 14))
+
+
+def test_an_answer_that_comes_back_keeps_its_own_marks() -> None:
+    """Templates cut thoughts of before off by them: else the model would be shown what transformers does not show it.
+    A user's own stay text."""
+    codec = CODECS["deepseek"]
+    thought = [said("user", "Hi"), said("assistant", "<think>\nHm.\n</think>\n\nYes."), said("user", "More.")]
+    assert codec.encode_chat(thought) == by_transformers("deepseek", thought, ChatOptions())
+    assert "Hm." not in codec.decode_shown(codec.encode_chat(thought))
+    asked = codec.encode_chat([said("user", "<think>\nHm.\n</think>\n\nYes.")])
+    assert "<think>\nHm.\n</think>" in codec.decode_shown(asked)
+    assert asked.count(codec.added_ids["</think>"]) == 0
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_no_template_writes_is_the_token_that_it_is(name: str) -> None:
+    """As for transformers; so are white space and words, with which nothing begins or ends."""
+    text = "a<unwritten>b unwritten\n\nuser"
+    ids = CODECS[name].encode_chat([said("user", text)])
+    for token in ("<unwritten>", "unwritten", "\n\n", "user"):
+        assert CODECS[name].added_ids[token] in ids, token
 
 
 def test_what_is_spelled_is_still_said() -> None:

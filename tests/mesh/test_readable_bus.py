@@ -44,7 +44,7 @@ WORKER = {
 }
 SERVED: dict[str, set[Subject[Any, Any]]] = {
     "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
-    "scheduler": {subjects.PLACE, subjects.FLEET, subjects.LEAVE},
+    "scheduler": {subjects.PLACE, subjects.FLEET, subjects.LEAVE, subjects.TIME},
     "directory": {subjects.LOCATE, subjects.DIRECTORY_STATUS, subjects.HEAT},
     "prefill": WORKER,
     "decode": {*WORKER, subjects.RESERVE},
@@ -143,7 +143,8 @@ async def test_every_service_and_endpoint_describes_itself(mesh: Mesh) -> None:
 
 
 def test_every_subject_with_an_answer_is_served() -> None:
-    assert set().union(*SERVED.values()) == {subject for subject in SUBJECTS if subject.reply}
+    """A name's claim is answered beside the Services API: before its owner may serve anything."""
+    assert set().union(*SERVED.values()) == {subject for subject in SUBJECTS if subject.reply} - {subjects.CLAIM}
 
 
 async def test_statistics_count_what_was_asked_and_how_long_it_took(mesh: Mesh) -> None:
@@ -154,7 +155,7 @@ async def test_statistics_count_what_was_asked_and_how_long_it_took(mesh: Mesh) 
     before = status_of(await survey(mesh, "STATS"))
     async with connected(mesh, Role.SCHEDULER) as client:
         for request in range(3):
-            question = {"request_id": f"req-{request}", "attempt": 1, "deadline_ms": 2**50, "block_hashes": ""}
+            question = {"request_id": f"req-{request}", "attempt": 1, "left_ms": 60_000, "block_hashes": ""}
             await ask(client, "mesh.v1.directory.locate", json.dumps(question).encode())
         await client.publish("mesh.v1.directory.locate", b"not a question", reply=client.new_inbox())
         await client.flush()

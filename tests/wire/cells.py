@@ -1,17 +1,21 @@
 """Tries every cell of the table of permissions on a real nats-server, with stock clients."""
 
+import contextlib
+import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.subscription import Subscription
 
-from schemas.permissions import Direction, granted
+from schemas.permissions import Direction, granted, inbox_of
 from schemas.subjects import SUBJECTS, Role, Subject
-from services.trust.keys import Identity
+from services.trust.keys import Identity, RoleKey
+from services.trust.nats_jwt import pair_of, user_credentials
 
 ME, OTHER = "me", "other"
 Identities = Callable[[Role, str], Identity]
@@ -119,3 +123,29 @@ async def every_cell(url: str, identity: Identities) -> dict[Cell, bool]:
                             heard = await member.may_hear(exact, exact, speaker)
                         found[Cell(role, subject, Direction.SUBSCRIBE, own)] = heard
     return found
+
+
+NAMES = ("x", "*", ">", "other.x", "*.gateway.x")
+"""Whoever has a role's key may call itself anything, also what is no name: a pattern."""
+
+
+async def foreign_replies(url: str, keys: Mapping[Role, RoleKey]) -> tuple[int, list[str]]:
+    """Try to hear and to say something where the members of other roles await replies, with each of these keys and
+    under every name. Return how often that was tried, and what went through."""
+    num_tries, got = 0, list[str]()
+    for (role, key), name in itertools.product(keys.items(), NAMES):
+        credentials = user_credentials(pair_of(key.seed), key.account, name)
+        with contextlib.suppress(nats.errors.Error):  # a name of which the broker can make no subject
+            async with Member.join(url, Identity(role=role, name="x", credentials=credentials)) as forger:
+                for other, theirs in itertools.product(set(Role) - {role}, ("x", "*")):
+                    if (role, other) == (Role.OPERATOR, Role.OBSERVER):
+                        continue  # whose replies concern nobody
+                    pattern = f"{inbox_of(other, theirs)}.>"
+                    forger.denied.clear()
+                    await forger.client.subscribe(pattern)
+                    await forger.client.publish(pattern.replace("*", "x").replace(">", "y"), b"")
+                    await forger.settle()
+                    num_tries += 2
+                    if len(forger.denied) != 2:
+                        got.append(f"{role} as {name!r} at {pattern}: denied {forger.denied}")
+    return num_tries, got

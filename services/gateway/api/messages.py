@@ -7,11 +7,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
-from services.gateway.api.template import ChatMessage, ToolCall
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak in a conversation. A template writes the role beside its special tokens, so that a free text would be
-the client's way to write such a turn itself."""
+from services.gateway.api.template import ROLES, ChatMessage, ToolCall
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Kinds of part that are understood, and the field that has each one's text."""

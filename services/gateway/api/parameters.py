@@ -228,10 +228,9 @@ def find_problem(payload: bytes, honoured: tuple[str, ...], route: Route) -> Pro
         num_bytes = memoryview(raw).nbytes
         if not num_bytes:
             continue
+        if num_bytes > (bound := limits.LONG_FIELDS.get(name, limits.MAX_FIELD_BYTES)):
+            return Problem(name, "too_large", f"`{name}` has {num_bytes} bytes, and at most {bound} are taken")
         if name in honoured:
-            if num_bytes > (bound := limits.LONG_FIELDS.get(name, limits.MAX_FIELD_BYTES)):
-                message = f"`{name}` has {num_bytes} bytes, and at most {bound} are taken"
-                return Problem(name, "too_large", message)
             if (found := _find_part(name, raw, route)) is not None:
                 return found
             continue

@@ -75,3 +75,11 @@ class Both:
         for piece in pieces:
             passed += self._second.feed(piece.text) if isinstance(piece, Content) else [piece]
         return passed
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

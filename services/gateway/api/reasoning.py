@@ -6,8 +6,7 @@ text.
 
 import enum
 
-from services.gateway.api.pieces import Content, Piece, Reasoning
-from services.gateway.api.text import overlap
+from services.gateway.api.pieces import Content, Piece, Reasoning, overlap
 
 BEGIN, END = "<think>", "</think>"
 MARKERS = (BEGIN, END)

@@ -1,9 +1,10 @@
-"""Special tokens as they are spelled. They begin and end the turns of a conversation, so who can write one can write a
-turn of somebody else: what a client's strings spell stays text, be it in a content, a tool's schema or a call.
+"""Tokens that begin and end what a conversation is made of: the special ones, and what else a template writes that is
+one token, `<tool_response>` or DeepSeek's `<｜User｜>`. Who can write one can write a turn of somebody else: what a
+client's strings spell stays text, be it in a content, a tool's schema or a call.
 
 Where they spell none the prompt is encoded whole, as by transformers. Else their spellings are replaced by words
-that nobody can guess before the template is rendered; in what it returns all special tokens are the template's own. The
-text is cut there, and each piece is encoded by a tokenizer that knows no special tokens.
+that nobody can guess before the template is rendered; in what it returns all such tokens are the template's own. The
+text is cut there, and each piece is encoded by a tokenizer that does not know them.
 """
 
 import re
@@ -16,8 +17,8 @@ from tokenizers import AddedToken
 Trie = dict[str, Any]
 
 
-class SpecialTokens:
-    """The special tokens of one tokenizer, by id."""
+class GuardedTokens:
+    """Tokens that only a template may write, by id."""
 
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
         self._ids = {token.content: token_id for token_id, token in tokens.items()}
@@ -29,7 +30,7 @@ class SpecialTokens:
         self._longest = max(map(len, self._ids), default=0)
 
     def mask(self, text: str, masks: "Masks") -> str:
-        """Return the text with words of `masks` in place of what is spelled like a special token, and of an end that
+        """Return the text with words of `masks` in place of what is spelled like one of the tokens, and of an end that
         could become one with what the template writes behind it."""
         if self._spelled is None:
             return text
@@ -50,12 +51,12 @@ class SpecialTokens:
             return [self.mask_all(child, masks) for child in cast(list[Any], value)]
         return value
 
-    def spelled_in(self, text: str) -> list[str]:
-        """Return the special tokens that are spelled in a text."""
-        return [] if self._spelled is None else self._spelled.findall(text)
+    def spelled_in(self, text: str) -> list[int]:
+        """Return the ids of those that are spelled in a text, one after the other."""
+        return [] if self._spelled is None else [self._ids[spelled] for spelled in self._spelled.findall(text)]
 
     def split(self, text: str) -> Iterator[str | int]:
-        """Return the ids of the special tokens that are spelled in a text, and the pieces between them."""
+        """Return the ids of those that are spelled in a text, and the pieces between them."""
         at, strips = 0, False
         for found in self._spelled.finditer(text) if self._spelled is not None else ():
             piece = text[at : found.start()]

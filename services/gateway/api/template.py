@@ -4,16 +4,20 @@ Rendering follows transformers' `apply_chat_template`. A template comes with the
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import msgspec
-from jinja2 import Template, TemplateError, meta
+from jinja2 import Template, TemplateError, meta, nodes
 
 from services.gateway import limits
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates know by name."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak in a conversation. A template writes the role beside its special tokens, so that a free text would be
+the client's way to write such a turn itself."""
 
 _OURS = frozenset(SPECIAL_NAMES) | {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -59,8 +63,12 @@ class ChatTemplateError(ValueError):
         self.param = param
 
 
-Mask = Callable[[Any], Any]
-"""Makes of a JSON value what the template may see of it (`services/gateway/api/special.py`)."""
+class Mask(Protocol):
+    """Makes of a JSON value what the template may see of it (`services/gateway/api/special.py`)."""
+
+    def __call__(self, value: Any, *, is_answer: bool = False) -> Any:
+        """`is_answer`: the value is the content of an assistant's message."""
+        ...
 
 
 class ChatTemplate:
@@ -70,12 +78,24 @@ class ChatTemplate:
         self.source = source
         self._special = dict(special)
         self._template = _compiled(source)
-        self._variables = meta.find_undeclared_variables(self._template.environment.parse(source))
+        tree = self._template.environment.parse(source)
+        self._variables = meta.find_undeclared_variables(tree)
+        self._texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        self._texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self._knows_developers = "developer" in source
 
     def knows(self, name: str) -> bool:
         """Say whether the template reads a variable of this name."""
         return name in self._variables
+
+    def writes(self, token: str) -> bool:
+        """Say whether the template has this text to write, in one piece or around a role: `<|` + role + `|>`."""
+        around = (token.partition(role) for role in ROLES)
+        return any(token in text for text in self._texts) or any(
+            any(text.endswith(left) for text in self._texts) and any(text.startswith(right) for text in self._texts)
+            for left, _, right in around
+            if left and right
+        )
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions, mask: Mask) -> str:
         """Return the prompt. Raises ChatTemplateError."""
@@ -110,7 +130,7 @@ class ChatTemplate:
     def _turn(self, message: ChatMessage, mask: Mask, *, as_text: bool) -> dict[str, Any]:
         turn: dict[str, Any] = {"role": self._role(message.role)}
         if message.content is not None:
-            turn["content"] = mask(message.content)
+            turn["content"] = mask(message.content, is_answer=message.role == "assistant")
         if message.name is not None:
             turn["name"] = mask(message.name)
         if message.reasoning_content is not None:

@@ -5,19 +5,25 @@ No torch.
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from jinja2 import TemplateError
 from llguidance import LLTokenizer
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from services.engine.tokenizer import CheckpointTokenizer
 from services.errors import UserError
 from services.gateway import limits
-from services.gateway.api.special import Masks, SpecialTokens
+from services.gateway.api.pieces import overlap
+from services.gateway.api.reasoning import MARKERS
+from services.gateway.api.special import GuardedTokens, Masks
 from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError
+from services.gateway.api.tools.formats import PARSERS
 
 REPLACEMENT = "\ufffd"
 NO_OPTIONS = ChatOptions()
+_OWN_MARKS = frozenset(MARKERS).union(*({*parser.markers, *parser.call_ends} for parser in PARSERS.values()))
+"""What a model writes itself around its thoughts and calls."""
 
 
 class TextCodec:
@@ -44,13 +50,20 @@ class TextCodec:
         added = tokenizer.get_added_tokens_decoder()
         self.added_ids: Mapping[str, int] = {token.content: token_id for token_id, token in added.items()}
         """The tokens that were added to the vocabulary, special or not, by their text."""
-        self._specials = SpecialTokens({token_id: token for token_id, token in added.items() if token.special})
         self._names = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
+        guarded = {token_id: token for token_id, token in added.items() if self._is_guarded(token)}
+        self._guarded = GuardedTokens(guarded)
+        # An assistant's content is what the model wrote, and templates look in it for where its thoughts end.
+        own = {n: token for n, token in guarded.items() if not token.special and token.content in _OWN_MARKS}
+        self._guarded_in_answers = GuardedTokens({n: token for n, token in guarded.items() if n not in own})
         self._bytes = _token_bytes(tokenizer)
         self._plain_tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._plain_tokenizer.encode_special_tokens = True  # the library's name for: as the text that they are
+        self._plain_tokenizer.add_special_tokens(  # pyright: ignore[reportUnknownMemberType]
+            [_as_special(token) for token in guarded.values()]
+        )
         vocab = tokenizer.get_vocab(with_added_tokens=True)
-        self._plain_ids = frozenset(vocab.values()) - self._specials.ids
+        self._plain_ids = frozenset(vocab.values()) - self._names.keys()
         self._byte_ids = _byte_fallback_ids(tokenizer)
         self.longest_token_bytes = max((len(token.encode()) for token in vocab), default=1)
 
@@ -61,16 +74,17 @@ class TextCodec:
 
     def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> list[int]:
         """Return the token ids of the prompt that the template makes of the messages: only the template itself writes
-        special tokens. Raises ChatTemplateError."""
+        special tokens, and those that are its own. An assistant's content alone may have its thoughts' marks and its
+        calls'. Raises ChatTemplateError."""
         masks = Masks()
         text = self._render(messages, options, masks)
-        whole = masks.unmask(text)
-        if self._specials.spelled_in(whole) == self._specials.spelled_in(text):
+        whole, written = masks.unmask(text), self._guarded.spelled_in(text)
+        if self._guarded.spelled_in(whole) == written:
             token_ids = self.encode(whole, add_special_tokens=False)
-            # A tokenizer may see more of them than are spelled: it may compare what its normalizer makes of the text.
-            if sum(token_id in self._specials.ids for token_id in token_ids) == len(self._specials.spelled_in(text)):
+            # A tokenizer may see others than are spelled: it may compare what its normalizer makes of the text.
+            if [token_id for token_id in token_ids if token_id in self._guarded.ids] == written:
                 return token_ids
-        return [token_id for piece in self._specials.split(text) for token_id in self._encode_piece(piece, masks)]
+        return [token_id for piece in self._guarded.split(text) for token_id in self._encode_piece(piece, masks)]
 
     def render_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
         """Return the prompt that the template makes of the messages. Raises ChatTemplateError."""
@@ -85,7 +99,19 @@ class TextCodec:
         template = self._tools_template if options.tools else self._template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        return template.render(messages, options, partial(self._specials.mask_all, masks=masks))
+        return template.render(messages, options, partial(self._mask, masks))
+
+    def _mask(self, masks: Masks, value: Any, *, is_answer: bool = False) -> Any:
+        guarded = self._guarded_in_answers if is_answer else self._guarded
+        return guarded.mask_all(value, masks)
+
+    def _is_guarded(self, token: AddedToken) -> bool:
+        """Say whether only a template may write this token: a special one, or one of its own. White space and words
+        begin and end nothing."""
+        text = token.content
+        if token.special or text.isspace() or text.isalnum():
+            return token.special
+        return any(template.writes(text) for template in (self._template, self._tools_template) if template)
 
     def _encode_piece(self, piece: str | int, masks: Masks) -> list[int]:
         if isinstance(piece, int):
@@ -203,12 +229,15 @@ def codec_of(found: CheckpointTokenizer) -> TextCodec:
         raise UserError(f"the model's chat template cannot be compiled: {error}") from error
 
 
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def _as_special(token: AddedToken) -> AddedToken:
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
+    )
 
 
 def _token_bytes(tokenizer: Tokenizer) -> LLTokenizer | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.mesh.attack import bus, ports
+from tests.mesh.attack import bus, http, ports
 from tests.mesh.attack.findings import FINDINGS, Tested, tests_of
 from tests.mesh.attack.mesh import Attack, Row, Target, attacked, under_load
 from tests.mesh.faults.harness import OPTIONS, make_truth
@@ -31,8 +31,15 @@ def attacks(num_frames: int, num_messages: int, num_repeated: int) -> dict[str, 
         "other tenants' blocks": partial(bus.foreign_leases, num_tries=max(100, num_repeated // 4)),
         "fuzzed messages": partial(bus.fuzzed_messages, num_messages=num_messages),
         "fuzzed frames": partial(ports.frames, num_frames=num_frames),
-        "strangers at the gateway": ports.http_strangers,
-        "bodies of 20 MB": ports.large_bodies,
+        "other roles' replies, under any name": bus.replies_of_others,
+        "replies led elsewhere": bus.replies_led_elsewhere,
+        "in the queues of services": bus.queues,
+        "strangers at the gateway": http.strangers,
+        "bodies of 20 MB": http.large_bodies,
+        "fields of 23 MB": http.large_fields,
+        "endless trailers, chunks and heads": http.endless_parts,
+        "1,024 open bodies": http.open_bodies,
+        "files of every kind in the store": ports.files_in_the_store,
         "another user of the machine": ports.another_user,
     }
 

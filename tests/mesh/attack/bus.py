@@ -19,18 +19,19 @@ from schemas.directory import BlocksStored
 from schemas.handoff import KVOffered
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message, UndecodableMessageError, decode, encode
-from schemas.permissions import Direction, granted
+from schemas.permissions import ALL, PEOPLE, Direction, granted, replies_to
 from schemas.request import PlaceRequest, RunPrefill
 from schemas.subjects import SUBJECTS, Role, Subject
 from services.trust.keys import MeshKeys, key_file, load_role_key
 from tests.mesh.attack.mesh import EVIL, Found, Target
-from tests.wire.cells import Member, every_cell
+from tests.wire.cells import Member, every_cell, foreign_replies
 from tests.wire.examples import EXAMPLES
 
 SERVICES = (Role.GATEWAY, Role.SCHEDULER, Role.DIRECTORY, Role.HOLDER)
 BATCH, MESSAGES_PER_S = 250, 6_000
 """Fuzzed messages come at a rate at which services keep up: to flood a bus on which one may speak is another matter."""
 DEADLINE_S = 20.0
+QUEUES = ("scheduler", "directory", "q")
 SETTLES_S = 1.0
 """Whoever wants to read asks within this."""
 
@@ -41,7 +42,7 @@ async def strangers(target: Target, num_rounds: int) -> Found:
     gateways = load_role_key(key_file(keys, Role.GATEWAY))
     for _ in range(num_rounds):
         foreign = MeshKeys.fresh().roles[Role.GATEWAY].identity(EVIL).credentials
-        expired = gateways.identity(EVIL, ends_s=int(time.time()) - 5).credentials
+        expired = gateways.identity(EVIL, life_s=-5).credentials
         ways: dict[str, dict[str, Any]] = {
             "nothing": {},
             "a password": {"user": "kvmesh", "password": "kvmesh"},
@@ -183,6 +184,66 @@ async def foreign_leases(target: Target, num_tries: int) -> Found:
             if found.num_tries >= num_tries:
                 break
     found.note = ", ".join(f"{count} {reason}" for reason, count in refused.most_common())
+    return found
+
+
+async def replies_of_others(target: Target) -> Found:
+    """Hear and answer what other roles are told, with each service's key and under any name."""
+    keys = {role: load_role_key(key_file(target.supervisor.keys_dir, role)) for role in SERVICES}
+    return Found(*await foreign_replies(target.url, keys))
+
+
+async def replies_led_elsewhere(target: Target) -> Found:
+    """Ask what one may ask, and have the answer go where the asker may not speak: whoever answers may."""
+    found, carried = Found(), {type(example): example for example in EXAMPLES}
+    elsewhere = [subjects.LEFT.of(EVIL), subjects.TOKENS.of(EVIL, EVIL), "_REPLY.holder.decode-0.x", "_INBOX.evil"]
+    heard = list[str]()
+
+    async def hear(message: Any) -> None:
+        heard.append(message.subject)
+
+    async with target.joined(Role.OPERATOR) as operator, target.joined(Role.OBSERVER) as observer:
+        for pattern in elsewhere[:2]:
+            await operator.client.subscribe(pattern, cb=hear)
+        await observer.client.subscribe(elsewhere[3], cb=hear)
+        async with target.joined(Role.HOLDER, "decode-0") as holder:
+            await holder.client.subscribe(elsewhere[2], cb=hear)
+            await holder.settle()
+            for role in Role:
+                async with target.joined(role) as asker:
+                    asked = [s for s in SUBJECTS if s.reply and granted(s, role, Direction.PUBLISH, EVIL)]
+                    for subject, name, reply in itertools.product(asked, target.names(), elsewhere):
+                        if reply.startswith(replies_to(subject)):
+                            continue  # where its askers await replies
+                        pattern = granted(subject, role, Direction.PUBLISH, EVIL)[0]
+                        concrete = ".".join(name if token == "*" else token for token in pattern.split("."))
+                        await asker.client.publish(concrete, encode(carried[subject.carries]), reply=reply)
+                        found.num_tries += 1
+                    await asker.settle()
+            await asyncio.sleep(SETTLES_S)
+            await holder.settle()
+        await operator.settle()
+        await observer.settle()
+    found.got += [f"an answer came on {subject}" for subject in heard]
+    return found
+
+
+async def queues(target: Target) -> Found:
+    """Listen in the queue groups of services, where one would take their questions away."""
+    found = Found()
+    for role in Role:
+        async with target.joined(role) as member:
+            for subject in SUBJECTS:
+                patterns = {subject.of(*("*" for _ in subject.ids)), ALL} if subject.reply else set[str]()
+                if role not in PEOPLE:
+                    patterns -= {*granted(subject, role, Direction.SUBSCRIBE, EVIL)}  # its own to serve
+                for pattern, queue in itertools.product(patterns, QUEUES):
+                    member.denied.clear()
+                    await member.client.subscribe(pattern, queue=queue)
+                    await member.settle()
+                    found.num_tries += 1
+                    if not member.denied:
+                        found.got.append(f"{role} is in the queue {queue!r} of {pattern}")
     return found
 
 

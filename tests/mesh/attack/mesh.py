@@ -30,7 +30,7 @@ EVIL = "evil"
 
 UNOBSERVED = [subject for subject in SUBJECTS if all(permit.role is not Role.OBSERVER for permit in subject.heard_by)]
 """An attacker has heard all that was ever said."""
-STORING = dataclasses.replace(OPTIONS, store="memory")
+STORING = dataclasses.replace(OPTIONS, store="disk")
 
 Heard = tuple[str, bytes]
 """Subject and payload."""
@@ -117,6 +117,7 @@ async def attacked(truth: Truth, zygote: Zygote, options: UpOptions = STORING) -
     with tempfile.TemporaryDirectory(prefix="kvmesh-attack-") as folder:
         run_dir = Path(folder) / "run"
         run_dir.parent.chmod(0o755)
+        options = dataclasses.replace(options, store_dir=str(Path(folder) / "store"))
         async with fault_mesh(run_dir, truth, zygote, options, as_operator=UNOBSERVED) as mesh:
             yield mesh
 

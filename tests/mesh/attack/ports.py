@@ -1,35 +1,38 @@
-"""Attacks on ports and files: the data plane's, the gateway's, and what another user of the machine can reach."""
+"""Attacks on ports and files: the data plane's, the store's, and what another user of the machine can reach."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
+import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import httpx
 
 from dataplane.blocks.ticket import Ticket, TicketSecrets
 from dataplane.memory.extent import NO_HEADS
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, Open, encode_frame, encode_header
+from schemas import subjects
 from schemas.ids import LeaseId, WorkerId
+from schemas.kv import PurgeBlocks
+from schemas.message import decode, encode
+from schemas.subjects import Role
 from tests.mesh.attack.mesh import EVIL, Found, Target
 from tests.mesh.faults.proxy import listening_ports
 from tests.mesh.faults.times import broker_pauses
 
 FRAMES_OF_A_TASK, NUM_THREADS = 500, 16
 TIMEOUT_S = 30.0
+POLL_S, READS_S = 0.05, 5.0
 NOBODY = 65_534
-BODY_BYTES = 20 << 20
-MEMORY_GROWTH_BYTES = 400 << 20
-"""Four bodies of 20 MB took 15 GB once; what is allowed here is what bodies in flight may take, and slack."""
 NO_LINGER = struct.pack("ii", 1, 0)
 """Closes at once: a million connections leave no ports waiting."""
 
@@ -121,68 +124,6 @@ def _opening(ticket: str) -> Open:
     )  # fmt: skip
 
 
-async def http_strangers(target: Target) -> Found:
-    """Ask the gateway without a key, from another site's page, for another host, and for absurd numbers."""
-    found, key = Found(), {"Authorization": f"Bearer {target.supervisor.tenants[0]}"}
-    body = {"model": target.mesh.model, "prompt": "Q", "max_tokens": 1}
-    huge = json.dumps(body)[:-1]
-    no_key: Iterable[dict[str, str]] = (
-        {}, {"Authorization": "Bearer"}, {"Authorization": "Bearer tenant"}, {"Authorization": "Bearer tenant-00"},
-        {"Authorization": "Basic dGVuYW50LTA="}, {"Authorization": "Bearer tenant-0 x"},
-    )  # fmt: skip
-    asked: list[tuple[str, dict[str, str], str, set[int]]] = [
-        *((f"key {headers}", headers, json.dumps(body), {401}) for headers in no_key),
-        ("text/plain", key | {"Content-Type": "text/plain"}, json.dumps(body), {415}),
-        ("another Host", key | {"Host": "evil.example.org"}, json.dumps(body), {421}),
-        *((f"{name} of 10^400", key, f'{huge}, "{name}": {10**400}}}', {400}) for name in ("n", "top_k", "seed")),
-        ("depth", key, '{"model":' + "[" * 50_000, {400}),
-        ("no JSON", key, "\x00", {400}),
-    ]
-    for url in target.supervisor.urls:
-        for name, headers, content, allowed in asked:
-            sent = {"Content-Type": "application/json"} | headers
-            answer = await target.mesh.http.post(f"{url}/v1/completions", content=content, headers=sent)
-            found.num_tries += 1
-            if answer.status_code not in allowed:
-                found.got.append(f"{answer.status_code} for {name}")
-        for path in ("/metrics", "/../mesh.toml", "/v1/models/../../mesh.toml"):
-            answer = await target.mesh.http.get(url + path)
-            found.num_tries += 1
-            if answer.status_code == 200:
-                found.got.append(f"200 for {path}")
-    return found
-
-
-async def large_bodies(target: Target) -> Found:
-    """Four prompts of 20 MB at once with a key, thirty without one."""
-    found, pid = Found(), target.pids("gateway")[0]
-    url, before = target.supervisor.urls[0], _peak_bytes(pid)
-    text = json.dumps({"model": target.mesh.model, "prompt": "x" * BODY_BYTES, "max_tokens": 1})
-    key = {"Authorization": f"Bearer {target.supervisor.tenants[0]}", "Content-Type": "application/json"}
-    other = {"Authorization": "Bearer none", "Content-Type": "application/json"}
-
-    async def post(headers: dict[str, str]) -> int:
-        found.num_tries += 1
-        try:
-            answer = await target.mesh.http.post(f"{url}/v1/completions", content=text, headers=headers)
-        except httpx.TransportError:  # it was answered and cut before all was sent
-            return 0
-        return answer.status_code
-
-    codes = await asyncio.gather(*(post(key) for _ in range(4)), *(post(other) for _ in range(30)))
-    grown = _peak_bytes(pid) - before
-    found.got += [f"a body of 20 MB: {code}" for code in codes if code in (200, 500)]
-    if grown > MEMORY_GROWTH_BYTES:
-        found.got.append(f"the gateway grew by {grown >> 20} MiB")
-    found.note = f"memory +{grown >> 20} MiB"
-    return found
-
-
-def _peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-
-
 _NOBODY_TRIES = """
 import json, os
 os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
@@ -221,6 +162,76 @@ def _files_of(target: Target) -> list[str]:
     of_processes = ("environ", "mem", "maps")
     files += [Path(f"/proc/{c.process.pid}/{name}") for c in target.supervisor.children for name in of_processes]
     return [str(path) for path in files if path.is_file()]
+
+
+async def files_in_the_store(target: Target) -> Found:
+    """Put what is no value where the store keeps its values, in their place and beside them: links, pipes, sockets,
+    folders, devices, files of other sizes. It may follow and wait for none of them, and a purge leaves them."""
+    found, store = Found(), target.supervisor.keys_dir.parents[1] / "store"
+    secret = store.parent / "secret"
+    secret.write_bytes(b"a secret")
+    while not (values := sorted(store.glob("*/??/*.kv"))):  # clients make the store write
+        await asyncio.sleep(POLL_S)
+    planted = await asyncio.to_thread(_plant, values, secret)
+    found.num_tries = len(planted)
+    await asyncio.sleep(READS_S)
+    for name in target.names("store"):
+        async with target.joined(Role.OPERATOR) as operator:
+            answer = await operator.client.request(subjects.PURGE.of(name), encode(PurgeBlocks()), timeout=TIMEOUT_S)
+            decode(answer.data, *subjects.PURGE.reply)
+    found.got += await asyncio.to_thread(_harvest, planted, secret)
+    return found
+
+
+def _plant(values: list[Path], secret: Path) -> list[Path]:
+    """Return the paths of what was put there: every second value has given way to it, and as many stand beside them."""
+    places = values[::2] + [path.with_name(f"{os.urandom(24).hex()}.kv") for path in values]
+    for path, kind in zip(places, itertools.cycle(_KINDS), strict=False):
+        path.unlink(missing_ok=True)
+        kind(path, secret)
+    return [path for path in places if os.path.lexists(path)]
+
+
+def _harvest(planted: list[Path], secret: Path) -> list[str]:
+    """Remove it again; say what became of it that should not."""
+    got = [f"{path} was deleted" for path in planted if not os.path.lexists(path)]
+    if secret.read_bytes() != b"a secret":
+        got.append("a link was written through")
+    for path in planted:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return got
+
+
+def _socket(path: Path, _secret: Path) -> None:
+    folder = os.open(path.parent, os.O_PATH)
+    try:  # the name may be longer than a socket's address
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+
+
+def _folder(path: Path, _secret: Path) -> None:
+    path.mkdir()
+    (path / "full").touch()
+
+
+def _device(path: Path, _secret: Path) -> None:
+    with contextlib.suppress(PermissionError):  # root alone can make one
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+
+
+_KINDS: tuple[Callable[[Path, Path], None], ...] = (
+    lambda path, secret: path.symlink_to(secret),
+    lambda path, _secret: path.symlink_to(path),
+    lambda path, _secret: os.mkfifo(path),
+    _socket,
+    _folder,
+    _device,
+)
 
 
 async def paused_broker(target: Target, for_s: tuple[float, ...]) -> Found:

@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
-from services.gateway.api.pieces import CallArguments, CallBegin, Content, Piece
-from services.gateway.api.text import overlap
+from services.gateway.api.pieces import CallArguments, CallBegin, Content, Piece, overlap
 from services.gateway.api.tools.reader import SPACE, BadJsonError, Reader, Steps
 
 MakeHex = Callable[[], str]

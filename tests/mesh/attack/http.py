@@ -1,0 +1,205 @@
+"""Attacks on the gateway's HTTP, with a key and without one, and what they cost it meanwhile."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.gateway.endless import GENERATE, endless, head
+from tests.mesh.attack.mesh import Found, Target
+
+BODY_BYTES, FIELD_BYTES, WIRE_BYTES = 20 << 20, 23 << 20, 60 << 20
+NUM_OPEN = 1_024
+GROWTH_BYTES = 200 << 20
+"""Four bodies of 20 MB took 15 GB once."""
+HEALTH_S = 1.0
+TIMEOUT_S = 60.0
+BLOCK_BYTES = 1 << 20
+
+_WATCHER = """
+import http.client, sys, threading, time
+slowest, is_over = 0.0, threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
+while not is_over.is_set():
+    started = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", {port}, timeout=60)
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+    connection.close()
+    slowest = max(slowest, time.monotonic() - started)
+    time.sleep(0.02)
+print(slowest)
+"""
+"""A process of its own: the attacker's is busy."""
+
+
+@asynccontextmanager
+async def watched(target: Target, found: Found) -> AsyncIterator[None]:
+    """Complain where the first gateway grows by too much while the block runs, or lets `/health` wait."""
+    pid, port = target.pids("gateway")[0], httpx.URL(target.supervisor.urls[0]).port
+    before = _reset_peak(pid)
+    watcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _WATCHER.format(port=port), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        yield
+    finally:
+        told, _ = await watcher.communicate(b"")
+    grown, slowest_s = _bytes(pid, "VmHWM") - before, float(told or "inf")
+    if grown > GROWTH_BYTES:
+        found.got.append(f"the gateway grew by {grown >> 20} MiB")
+    if slowest_s > HEALTH_S:
+        found.got.append(f"/health took {slowest_s:.2f} s")
+    found.note = f"memory +{grown >> 20} MiB, /health {slowest_s * 1e3:.0f} ms at most"
+
+
+def _reset_peak(pid: int) -> int:
+    """Have the kernel count a process's peak from here on; return what it has now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", "utf-8")
+    return _bytes(pid, "VmRSS")
+
+
+def _bytes(pid: int, name: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text("utf-8")
+    return int(status.partition(f"{name}:")[2].split()[0]) * 1024
+
+
+def _keys(target: Target) -> tuple[dict[str, str], ...]:
+    """A client's, a stranger's, and none."""
+    return {"authorization": f"Bearer {target.supervisor.tenants[0]}"}, {"authorization": "Bearer none"}, {}
+
+
+async def strangers(target: Target) -> Found:
+    """Ask the gateway without a key, from another site's page, for another host, and for absurd numbers."""
+    found, key = Found(), {"Authorization": f"Bearer {target.supervisor.tenants[0]}"}
+    body = {"model": target.mesh.model, "prompt": "Q", "max_tokens": 1}
+    huge = json.dumps(body)[:-1]
+    no_key: Iterable[dict[str, str]] = (
+        {}, {"Authorization": "Bearer"}, {"Authorization": "Bearer tenant"}, {"Authorization": "Bearer tenant-00"},
+        {"Authorization": "Basic dGVuYW50LTA="}, {"Authorization": "Bearer tenant-0 x"},
+    )  # fmt: skip
+    asked: list[tuple[str, dict[str, str], str, set[int]]] = [
+        *((f"key {headers}", headers, json.dumps(body), {401}) for headers in no_key),
+        ("text/plain", key | {"Content-Type": "text/plain"}, json.dumps(body), {415}),
+        ("another Host", key | {"Host": "evil.example.org"}, json.dumps(body), {421}),
+        *((f"{name} of 10^400", key, f'{huge}, "{name}": {10**400}}}', {400}) for name in ("n", "top_k", "seed")),
+        ("depth", key, '{"model":' + "[" * 50_000, {400}),
+        ("no JSON", key, "\x00", {400}),
+    ]
+    for url in target.supervisor.urls:
+        for name, headers, content, allowed in asked:
+            sent = {"Content-Type": "application/json"} | headers
+            answer = await target.mesh.http.post(f"{url}{GENERATE}", content=content, headers=sent)
+            found.num_tries += 1
+            if answer.status_code not in allowed:
+                found.got.append(f"{answer.status_code} for {name}")
+        for path in ("/metrics", "/../mesh.toml", "/v1/models/../../mesh.toml"):
+            answer = await target.mesh.http.get(url + path)
+            found.num_tries += 1
+            if answer.status_code == 200:
+                found.got.append(f"200 for {path}")
+    return found
+
+
+async def large_bodies(target: Target) -> Found:
+    """Four prompts of 20 MB at once with a key, thirty without one."""
+    found = Found()
+    key, stranger, _ = _keys(target)
+    text = json.dumps({"model": target.mesh.model, "prompt": "x" * BODY_BYTES, "max_tokens": 1}).encode()
+    async with watched(target, found):
+        codes = await asyncio.gather(*(_post(target, found, text, by) for by in [key] * 4 + [stranger] * 30))
+    found.got += [f"a body of 20 MB: {code}" for code in codes if code in (200, 500)]
+    return found
+
+
+async def large_fields(target: Target) -> Found:
+    """Fields of 23 MB, known ones and others, neutral, refused and used, one after another."""
+    found = Found()
+    key, stranger, _ = _keys(target)
+    numbers = b"{" + b",".join(b'"%d":1' % n for n in range(FIELD_BYTES // 12)) + b"}"
+    texts = b"[" + b",".join([b'"abcdefgh"'] * (FIELD_BYTES // 11)) + b"]"
+    deep = b"[" * FIELD_BYTES
+    fields = {
+        "logit_bias": numbers, "metadata": numbers, "stop": texts, "user": b'"%b"' % (b"x" * FIELD_BYTES),
+        "nobody_knows": numbers, "guided_json": deep, "response_format": deep, "stream_options": numbers,
+        "prompt_logprobs": b"1" * FIELD_BYTES,
+    }  # fmt: skip
+    async with watched(target, found):
+        for (name, value), by in ((field, by) for field in fields.items() for by in (key, stranger)):
+            for size in (len(value), len(value) // 40):
+                cut = value[:size] if value is deep or name == "prompt_logprobs" else value
+                body = b'{"model": "%b", "prompt": "Q", "%b": %b}' % (target.mesh.model.encode(), name.encode(), cut)
+                code = await _post(target, found, body, by)
+                if code in (200, 500):
+                    found.got.append(f"{name} of {size} bytes: {code}")
+    return found
+
+
+async def _post(target: Target, found: Found, content: bytes, headers: dict[str, str]) -> int:
+    found.num_tries += 1
+    url, sent = target.supervisor.urls[0] + GENERATE, {"content-type": "application/json", **headers}
+    try:
+        return (await target.mesh.http.post(url, content=content, headers=sent)).status_code
+    except httpx.TransportError:  # it was answered and cut before all was sent
+        return 0
+
+
+async def endless_parts(target: Target) -> Found:
+    """Send up to 60 MB of what a parser takes beside a body: trailers, extensions and sizes of chunks, heads."""
+    found, port = Found(), httpx.URL(target.supervisor.urls[0]).port
+    assert port is not None
+    async with watched(target, found):
+        for headers in _keys(target):
+            for name, (begin, more) in endless(**headers).items():
+                found.num_tries += 1
+                num_sent, answer = await asyncio.to_thread(_flood, port, begin, more)
+                if num_sent >= WIRE_BYTES or b" 200 " in answer.partition(b"\r\n")[0]:
+                    found.got.append(f"{name}: {num_sent} bytes were taken, {answer[:40]!r}")
+    return found
+
+
+def _flood(port: int, begin: bytes, more: bytes) -> tuple[int, bytes]:
+    """Return how many bytes a gateway took of what never ends, and what it said."""
+    block, num_sent, answer = more * (BLOCK_BYTES // len(more)), 0, b""
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as sock, contextlib.suppress(OSError):
+        try:
+            sock.sendall(begin)
+            while num_sent < WIRE_BYTES:
+                sock.sendall(block)
+                num_sent += len(block)
+        finally:
+            answer = sock.recv(65_536)
+    return num_sent, answer
+
+
+async def open_bodies(target: Target) -> Found:
+    """Hold 1,024 bodies open that never end, of one key and of none, while others ask."""
+    found, port = Found(), httpx.URL(target.supervisor.urls[0]).port
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    other = {"authorization": f"Bearer {target.supervisor.tenants[1]}"}
+    body = json.dumps({"model": target.mesh.model, "prompt": "Q", "max_tokens": 1}).encode()
+    try:
+        async with watched(target, found):
+            for headers in _keys(target):
+                begin = head(content_length="1000", **headers) + b"{"
+                writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(NUM_OPEN)]
+                for writer in writers:
+                    writer.write(begin)
+                found.num_tries += NUM_OPEN
+                code = await _post(target, found, body, other)
+                if code != 200:
+                    found.got.append(f"{code} for whoever came while 1,024 bodies were open")
+                for writer in writers:
+                    writer.transport.abort()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found
