@@ -211,14 +211,14 @@ gpu-bench: dev
 	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)
 
 docs: dev
-	$(BIN)/python -m services.pages.tables
+	$(BIN)/python -m tests.pages.tables
 
 pages: dev
-	$(BIN)/python -m services.pages.listening docs/protocol.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m services.pages.life docs/life-of-a-request.md
+	$(BIN)/python -m tests.pages.listening docs/protocol.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pages.life docs/life-of-a-request.md
 
 screenshots: dev
-	$(BIN)/python -m services.pages.shots docs/pictures
+	$(BIN)/python -m tests.pages.shots docs/pictures
 
 dashboards: dev
 	$(BIN)/python compose/grafana/build.py

@@ -2,14 +2,6 @@
 
 REQUEST_TIMEOUT_S = 600.0
 """One HTTP request: a prompt of the longest kind on a slow machine ends well within it."""
-DIRECT_TIMEOUT_S = 120.0
-"""A question or a request that goes to one worker over the bus."""
-LOCATE_INTERVAL_S = 0.01
-"""Between two questions to the directory, until it knows the blocks that were just computed."""
-BATCH_TIMEOUT_S = 600.0
-"""One batch of `kvmesh bench loss`, from its submission to its last token."""
-ENGINE_STOP_TIMEOUT_S = 30.0
-"""The engine's thread after such a batch: the step that it is in."""
 RESTART_TIMEOUT_S = 60.0
 """A worker of `kvmesh bench multiturn --restart`, from its end until the scheduler knows its successor."""
 RESTART_INTERVAL_S = 0.1

@@ -34,19 +34,6 @@ def ttft(
 
 
 @bench.command()
-def quality(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000,2500",
-    questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length.")] = 50,
-    url: Annotated[str, typer.Option(help="Ask this running gateway instead (one mode).")] = "",
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """How often the demo model's answer is exactly right, with and without the split."""
-    from services.bench.quality import run_quality
-
-    run_quality(lengths, questions, url=url, as_json=json)
-
-
-@bench.command()
 def multiturn(
     history: Annotated[str, typer.Option(help="Tokens that a conversation begins with.")] = "1000,2000,4000,8000",
     turns: Annotated[int, typer.Option(min=1, help="Turns of a conversation.")] = 5,
@@ -79,34 +66,6 @@ def multiturn(
         plot = Path("multiturn.png")
     options = UpOptions(model=model, num_prefill=prefill, num_decode=decode)
     run_multiturn(plan, options, url=url, plot=plot, as_json=json)
-
-
-@bench.command()
-def documents(
-    documents: Annotated[int, typer.Option(min=1, help="Documents a round.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a document.")] = 4_000,
-    questions: Annotated[int, typer.Option(min=1, help="Questions on each document.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with fresh documents.")] = 2,
-    concurrency: Concurrency = 2,
-    prefill: Prefill = 2,
-    decode: Decode = 2,
-    model: Model = "",
-    url: Url = "",
-    json: Json = False,
-) -> None:
-    """Many questions on few long documents, in the same modes as multiturn."""
-    from services.bench.documents import DocumentsPlan, run_documents
-    from services.launch.supervisor import UpOptions
-
-    plan = DocumentsPlan(
-        num_documents=documents,
-        document_tokens=tokens,
-        num_questions=questions,
-        num_rounds=rounds,
-        concurrency=concurrency,
-    )
-    options = UpOptions(model=model, num_prefill=prefill, num_decode=decode)
-    run_documents(plan, options, url=url, as_json=json)
 
 
 @bench.command()
@@ -168,54 +127,3 @@ def replay(
         model=model, num_prefill=prefill, num_decode=decode, policy=policy, prefix_cache=prefix_cache, store=store
     )
     run_replay(plan, options, url=url, as_json=json)
-
-
-@bench.command()
-def crossover(
-    carrier: Annotated[str, typer.Option(help="Carriers, with commas between.")] = "shm,tcp",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "64,96,128,256,512,1000,2000,4000,8000",
-    requests: Annotated[int, typer.Option(min=1, help="Requests a length, carrier and way.")] = 5,
-    pull_tokens_min: Annotated[int, typer.Option(min=0, help="The policy's floor.")] = 64,
-    model: Model = "",
-    json: Json = False,
-) -> None:
-    """From which length on reading beats computing, by carrier, and what policy cost chose."""
-    from services.bench.crossover import run_crossover
-    from services.launch.supervisor import UpOptions
-
-    options = UpOptions(model=model, pull_tokens_min=pull_tokens_min)
-    run_crossover(carrier, lengths, requests, options, as_json=json)
-
-
-@bench.command()
-def loss(json: Json = False) -> None:
-    """What lost KV costs a batch: those that lost it, and those that did not."""
-    from services.bench.loss import run_loss
-
-    run_loss(as_json=json)
-
-
-@bench.command()
-def compression(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000",
-    questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length, for each way to send KV.")] = 30,
-    json: Json = False,
-) -> None:
-    """What compressing KV on the wire costs the demo model: exact match, and agreement with exact KV."""
-    from services.bench.compression import run_compression
-
-    run_compression(lengths, questions, as_json=json)
-
-
-@bench.command()
-def links(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1000,4000,32000",
-    tflops: Annotated[float, typer.Option(min=1, help="What a prefill gets out of a card, in TFLOP/s.")] = 400.0,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill's chunk.")] = 512,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As the table of dataplane/SCALING.md.")] = False,
-    json: Json = False,
-) -> None:
-    """What a hand-over takes over links of cards and nodes, by calculation (dataplane/SCALING.md). Measures nothing."""
-    from services.bench.links import run_links
-
-    run_links(lengths, tflops, chunk, as_json=json, as_markdown=markdown)

@@ -281,7 +281,7 @@ def _compared(
 def _model(name: str, folder: Path) -> str:
     """Write a checkpoint with random weights; return its folder."""
     if name in KNOWN:
-        from services.bench.drive.make_checkpoint import make_known_checkpoint
+        from tests.bench.known_models import make_known_checkpoint
 
         return str(make_known_checkpoint(KNOWN[name], folder))
     return str(make_model(folder, SHAPE | MODELS[name] | {"vocab": VOCABULARIES[name]})[0])

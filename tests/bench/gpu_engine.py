@@ -21,8 +21,8 @@ from services.engine.cpu.attention import ATTENTION_NAME
 from services.engine.interface import Choice, Engine, StepItem
 from services.engine.interface import Sequence as EngineSequence
 from tests.bench.bench_carriers import measure
-from tests.bench.gpu_models import checkpoint_of
 from tests.bench.gpu_report import Row, against
+from tests.bench.known_models import checkpoint_of
 
 CHUNK_TOKENS = 2048
 CONTEXT = 512

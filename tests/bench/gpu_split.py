@@ -13,8 +13,8 @@ from services.bench.ttft import TtftRow, alternate
 from services.cli.trace import load_spans
 from services.launch.supervisor import UpOptions
 from services.telemetry import Key, SpanName, SpanRecord
-from tests.bench.gpu_models import checkpoint_of
 from tests.bench.gpu_report import Row, share, with_and_without
+from tests.bench.known_models import checkpoint_of
 
 LENGTHS = (1000, 4000)
 TOKEN_BUDGET = 2048

@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.bench import crossover as crossover_bench
-from services.bench import documents, multiturn, replay, ttft
-from services.bench.compression import agreement
+from services.bench import multiturn, replay, ttft
 from services.bench.drive import progress_bar as shown
 from services.bench.drive.arguments import parse_lengths, parse_range
 from services.bench.drive.http_client import (
@@ -34,7 +32,7 @@ from services.bench.drive.http_client import (
 from services.bench.drive.meshes import AFFINITY, BOTH, CACHE_ONLY, RECOMPUTE, SPLIT, WHOLE, reuse_modes, rotated
 from services.bench.drive.random_model import LARGE_KV_SHAPE, make_model
 from services.bench.drive.sources import shares_of
-from services.bench.drive.stats import choice_crossover, crossover, percentile, ratio, spread
+from services.bench.drive.stats import crossover, percentile, ratio, spread
 from services.bench.drive.workload import (
     TRACE_BLOCK,
     ReplayRequest,
@@ -49,7 +47,8 @@ from services.bench.drive.workload import (
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.errors import UserError
 from services.launch.supervisor import UpOptions
-from tests.bench import bench_directory
+from tests.bench import bench_crossover, bench_directory, bench_documents
+from tests.bench.bench_compression import agreement
 
 VOCAB = 1024
 
@@ -121,21 +120,21 @@ def test_crossover_finds_where_power_laws_cross(power: float, where: float) -> N
 
 
 def test_what_a_chooser_takes_for_the_crossover() -> None:
-    assert choice_crossover([100, 400], [False, True]) == 200
-    assert choice_crossover([100, 400], [True, True]) == 100
-    assert choice_crossover([100, 400], [True, False]) is None
-    assert choice_crossover([], []) is None
+    assert bench_crossover.choice_crossover([100, 400], [False, True]) == 200
+    assert bench_crossover.choice_crossover([100, 400], [True, True]) == 100
+    assert bench_crossover.choice_crossover([100, 400], [True, False]) is None
+    assert bench_crossover.choice_crossover([], []) is None
 
 
 def test_a_carriers_report_compares_the_policy_with_the_measurement() -> None:
     samples = [
-        crossover_bench.CrossoverSample(
+        bench_crossover.CrossoverSample(
             carrier="shm", length=length, read_ms=4, computed_ms=computed, cost_ms=9, chose_read=length >= 400
         )
         for length, computed in ((100, 2.0), (200, 8.0), (400, 16.0))
         for _ in range(3)
     ]
-    report = crossover_bench.carrier_report("shm", samples)
+    report = bench_crossover.carrier_report("shm", samples)
     assert report.crossover_tokens == round(math.sqrt(100 * 200))
     assert report.policy_crossover_tokens == round(math.sqrt(200 * 400))
     assert report.policy_over_measured == 2.0
@@ -156,7 +155,7 @@ def test_options_that_are_none() -> None:
         with pytest.raises(UserError, match="--output"):
             parse_range(text, "--output")
     with pytest.raises(UserError, match="pigeon"):
-        crossover_bench.parse_carriers("shm,pigeon")
+        bench_crossover.parse_carriers("shm,pigeon")
     assert base_url("http://h:1/v1/") == base_url("http://h:1") == "http://h:1"
 
 
@@ -406,7 +405,7 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
 
 
 def test_questions_on_documents() -> None:
-    questions = documents.make_questions(
+    questions = bench_documents.make_questions(
         random.Random(1), num_documents=3, document_tokens=50, num_questions=4, vocab_size=VOCAB
     )
     seen = set[tuple[int, ...]]()
@@ -417,12 +416,12 @@ def test_questions_on_documents() -> None:
 
 
 def test_rows_of_documents() -> None:
-    first, later = (documents.DocumentQuestion(prompt=(1,), is_first=is_first) for is_first in (True, False))
+    first, later = (bench_documents.DocumentQuestion(prompt=(1,), is_first=is_first) for is_first in (True, False))
     answers = {
         RECOMPUTE: [(first, completion(100)), (later, completion(100))],
         BOTH: [(first, completion(90)), (later, completion(10)), (later, completion(30))],
     }
-    recompute, both = documents.rows_of(answers)
+    recompute, both = bench_documents.rows_of(answers)
     assert (recompute.first_ratio, recompute.later_ratio) == (1.0, 1.0)
     assert (both.num_first, both.num_later, both.first_ratio, both.later_ratio) == (1, 2, 0.9, 0.2)
     assert both.later_sources.prompt_tokens == 200

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dataplane.blocks.layout import KVLayout
-from services.bench import links
-from services.bench.links import (
+from tests.bench import links
+from tests.bench.links import (
     LINKS,
     MODELS,
     MOONCAKE_ROWS,
@@ -18,7 +18,6 @@ from services.bench.links import (
     LinkSpec,
     ModelShape,
     handover,
-    run_links,
 )
 
 PAGE = Path(__file__).parents[2] / "dataplane" / "SCALING.md"
@@ -85,12 +84,12 @@ def test_from_the_rate_at_which_a_link_keeps_up_the_last_layer_alone_is_exposed(
 
 
 def test_the_command_prints_the_table_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    run_links("1000,4000,32000", links.TFLOPS, links.CHUNK_TOKENS, as_json=False, as_markdown=True)
+    links.main("1000,4000,32000", links.TFLOPS, links.CHUNK_TOKENS, as_json=False, as_markdown=True)
     assert capsys.readouterr().out in PAGE.read_text()
 
 
 def test_the_command_prints_json(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    run_links("1000", 200.0, 100, as_json=True, as_markdown=False)
+    links.main("1000", 200.0, 100, as_json=True, as_markdown=False)
     rows = json.loads(capsysbinary.readouterr().out)["rows"]
     assert len(rows) == len(MODELS) * len(LINKS)
     assert {row["num_tokens"] for row in rows} == {1000}

@@ -174,8 +174,6 @@ def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) ->
         (["multiturn", "--restart", "--turns", "1"], ["--restart", "two turns"]),
         (["multiturn", "--restart", "--url", "http://127.0.0.1:9"], ["--restart", "--url"]),
         (["multiturn", "--plot", str(tmp_path / "nowhere" / "a.png")], ["--plot", "nowhere"]),
-        (["crossover", "--carrier", "pigeon"], ["--carrier", "pigeon"]),
-        (["documents", "--url", "http://127.0.0.1:9"], ["http://127.0.0.1:9"]),
     ):
         assert_one_line(run_here(tmp_path, "bench", *arguments), *words)
     assert our_processes(tmp_path) == []

@@ -37,13 +37,13 @@ from services.config import MeshConfig, SchedulerConfig, load_config, write_conf
 from services.engine.checkpoint import read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import Supervisor, UpOptions, _store_config
-from services.pages.scene import KV_BYTES, TOO_LARGE
 from services.ports import free_port
 from services.scheduler.placement.named import policy_named
 from services.trust.keys import MeshKeys
 from tests.cli.commands import QUESTION, stopped_with
 from tests.mesh.processes import Mesh, RunningMesh
 from tests.mesh.test_mesh import fresh
+from tests.pages.scene import KV_BYTES, TOO_LARGE
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/usage.md")
@@ -428,7 +428,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"kvmesh simulate .*--requests \d\d .*--json", run('"wrong": 0')),
     (r"kvmesh simulate .*--requests \d\d", run("no promise was broken")),
     (r"kvmesh simulate .*", parse),
-    (r"kvmesh bench links.*", run("calculated")),
+    (r"python -m tests.bench.links.*", run("calculated")),
     (r"kvmesh bench .*", parse),
     (r"python -m tests\..*", has_module),
     (r"nats sub .*", elsewhere("the nats command is not installed by us", hear)),

@@ -12,8 +12,8 @@ from rich.text import Text
 from schemas.subjects import SUBJECTS
 from services.bus.memory import matches
 from services.errors import UserError
-from services.pages.listening import END, LISTENING, MAX_TEXT, QUERIES, START, Heard, rewrite, section
-from services.pages.shots import picture
+from tests.pages.listening import END, LISTENING, MAX_TEXT, QUERIES, START, Heard, rewrite, section
+from tests.pages.shots import picture
 
 ROOT = Path(__file__).parents[2]
 PROTOCOL = (ROOT / "docs/protocol.md").read_text()

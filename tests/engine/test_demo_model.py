@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.engine.demo_model import DEMO_MODEL_DIR, corpus
+from services.engine.demo_model import DEMO_MODEL_DIR
+from tests import corpus
 from tests.share import examples
 
 MAX_FOLDER_BYTES = 8 * 1000 * 1000

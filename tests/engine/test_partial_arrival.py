@@ -7,7 +7,10 @@ import pytest
 from dataplane.blocks.layout import KEY, VALUE, BlockTable, KVLayout, Segment, num_blocks_for, slot_spans, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.bench.loss import (
+from services.engine.batch import Batch
+from services.engine.fake import FakeEngine, fake_answer
+from services.engine.interface import Sequence
+from tests.bench.bench_loss import (
     NUM_REQUESTS,
     NUMBERS_LOST,
     WAYS,
@@ -18,9 +21,6 @@ from services.bench.loss import (
     arena_shape,
     lost_requests,
 )
-from services.engine.batch import Batch
-from services.engine.fake import FakeEngine, fake_answer
-from services.engine.interface import Sequence
 
 FULL = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)
 WINDOWED = KVLayout(

@@ -1,8 +1,6 @@
 """The API over real HTTP, with OpenAI's own client."""
 
 import json
-import re
-from html.parser import HTMLParser
 
 import msgspec
 import openai
@@ -255,41 +253,14 @@ async def test_metrics_link_to_the_traces_of_requests(rig: Rig) -> None:
     assert "kvmesh_unfinished_requests_overdue_seconds 0.0" in text
 
 
-class Links(HTMLParser):
-    """Everything that a page refers to, and its tags."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.targets: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.targets += [value or "" for name, value in attrs if name in ("src", "href")]
-
-
-async def test_the_schema_is_served_without_another_host(rig: Rig) -> None:
-    page = await rig.http.get("/docs", follow_redirects=True)
-    assert page.status_code == 200 and page.url.path == "/schema" and page.history[0].status_code == 307
-    assert page.headers["content-type"].startswith("text/html")
-    assert not re.search(r"(https?:)?//", page.text), "another host is named"
-    links = Links(page.text)
-    assert not links.tags & {"script", "link", "img", "iframe"} and "/schema/openapi.json" in links.targets
-    for target in links.targets:
-        if target.startswith("#"):
-            assert f'id="{target[1:]}"' in page.text
-        else:
-            assert (await rig.http.get(target)).status_code == 200
-    answer = await rig.http.get("/openapi.json", follow_redirects=True)
+@pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json"])
+async def test_the_schema_is_served(rig: Rig, path: str) -> None:
+    answer = await rig.http.get(path, follow_redirects=True)
     assert answer.status_code == 200 and answer.url.path == "/schema/openapi.json"
-    assert "json" in answer.headers["content-type"]
+    assert answer.history[0].status_code == 307 and "json" in answer.headers["content-type"]
     schema = msgspec.json.decode(answer.content)
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(schema["paths"])
-    for path, operations in schema["paths"].items():
-        assert all(f"{method.upper()} {path}" in page.text for method in operations)
     assert {"prompt", "stop"} <= set(schema["components"]["schemas"]["CompletionBody"]["properties"])
-    assert "<code>return_token_ids</code>" in page.text
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

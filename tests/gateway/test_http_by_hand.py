@@ -93,7 +93,15 @@ async def test_a_slow_body_is_taken(rig: Rig) -> None:
     assert (await by_hand(rig, head, *parts)).startswith(b"HTTP/1.1 200 ")
 
 
-GETS = ["/v1/models", "/v1/models/demo_model", "/v1/capabilities", "/health", "/version", "/schema", "/docs"]
+GETS = [
+    "/v1/models",
+    "/v1/models/demo_model",
+    "/v1/capabilities",
+    "/health",
+    "/version",
+    "/schema/openapi.json",
+    "/docs",
+]
 
 
 @pytest.mark.parametrize("path", GETS)

@@ -22,9 +22,9 @@ from schemas.subjects import Role
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.trace import SpanRecord, find_trace, load_spans
-from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
 from tests.cli.commands import ENDS_WITHIN_S, QUESTION, end_as_it_starts, may_be_process_1
+from tests.corpus import make_fact_prompt
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.promises import same_tokens
 
@@ -252,7 +252,7 @@ def test_a_client_that_goes_away_frees_everything(mesh: Mesh) -> None:
 
 def test_every_service_is_listed_by_the_services_api(mesh: Mesh) -> None:
     async def ping() -> set[str]:
-        bus = await NatsBus.connect(mesh.access(Role.OPERATOR), "pinger")
+        bus = await NatsBus.connect(mesh.access(Role.OBSERVER), "pinger")
         inbox = await bus.subscribe("_INBOX.test")
         client = bus._client
         await client.publish("$SRV.PING", b"", reply="_INBOX.test")

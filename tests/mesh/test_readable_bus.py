@@ -26,9 +26,9 @@ from schemas.observe import RequestDescribed, WorkerDescribed
 from schemas.subjects import SUBJECTS, Role, Subject
 from schemas.worker import FleetDescribed
 from services.launch.supervisor import UpOptions
-from services.pages import listening
-from services.pages.listening import LISTENING
 from tests.mesh.processes import Mesh, RunningMesh
+from tests.pages import listening
+from tests.pages.listening import LISTENING
 
 SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}
 ASK_S = 20.0

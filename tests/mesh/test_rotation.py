@@ -28,6 +28,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, NatsConfig, WorkerConfig, write_config
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.files import write_private
 from services.runtime import now_ms
 from services.trust.keys import BusAccess, MeshKeys, key_file
 from tests.credentials import SIGNER, proved
@@ -53,7 +54,7 @@ class Worker:
     def configure(self, *secrets: str) -> None:
         signer = {"tenant_public_key": SIGNER.public_key}
         key = msgspec.structs.replace(self.keys.roles[Role.HOLDER], ticket_secrets=secrets, **signer)
-        self.key.write_bytes(msgspec.json.encode(key))
+        write_private(self.key, msgspec.json.encode(key))
 
     async def join(self, role: Role, name: str) -> TypedBus:
         """Return the bus of another member."""

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
+from tests.corpus import make_fact_prompt
 from tests.mesh.processes import RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
 from tests.promises import nothing_wrong

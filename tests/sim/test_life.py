@@ -2,7 +2,7 @@
 
 import re
 
-from services.pages import life
+from tests.pages import life
 
 
 def test_three_stories_the_same_each_time() -> None:

@@ -25,10 +25,6 @@ TASKS_OUTSIDE_A_GROUP = {
 """Every other task belongs to an asyncio.TaskGroup, which ends it and hears of its error."""
 WRITES_FOR_ALL = {
     "services/bench/drive/make_checkpoint.py": "weights of nobody's, for a measurement",
-    "services/pages/life.py": "pages of this repository",
-    "services/pages/listening.py": "pages of this repository",
-    "services/pages/shots.py": "pictures of this repository",
-    "services/pages/tables.py": "pages of this repository",
 }
 """Everything else that a service writes is its owner's alone: `services/files.py` makes it."""
 CATCH_ASSERTIONS = {

@@ -15,11 +15,11 @@ from services import metric_names as names
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
 from services.metrics import OTHER, MetricName, Metrics, exemplar_of
-from services.pages.tables import metrics_table
 from services.telemetry.limits import MAX_SERIES
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.observe import metrics as worker_metrics
 from services.worker.observe.metrics import HolderMetrics
+from tests.pages.tables import metrics_table
 from tests.wire.examples import LOAD
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -11,9 +11,9 @@ from schemas.ids import is_subject_token, new_id
 from schemas.subjects import SUBJECTS, Subject
 from services.bus.memory import matches
 from services.errors import UserError
-from services.pages import tables
-from services.pages.message_tables import message_tables
-from services.pages.tables import PAGES, handoff_diagram, regenerate, subject_table
+from tests.pages import tables
+from tests.pages.message_tables import message_tables
+from tests.pages.tables import PAGES, handoff_diagram, regenerate, subject_table
 from tests.wire.examples import EXAMPLES, MESSAGE_TYPES
 
 ROOT = Path(__file__).parents[2]

@@ -51,16 +51,3 @@ def crossover(lengths: Sequence[int], costs: Sequence[float], rival_costs: Seque
     before, after = math.log(lengths[first - 1]), math.log(lengths[first])
     part = logs[first - 1] / (logs[first - 1] - logs[first])
     return math.exp(before + (after - before) * part)
-
-
-def choice_crossover(lengths: Sequence[int], choices: Sequence[bool]) -> float | None:
-    """Return the length from which every choice is yes: the geometric mean of the last no and the yes after it.
-
-    None where the last choice is no; the first length where every choice is yes.
-    """
-    if not choices or not choices[-1]:
-        return None
-    first = len(choices) - 1
-    while first > 0 and choices[first - 1]:
-        first -= 1
-    return float(lengths[0]) if first == 0 else math.sqrt(lengths[first - 1] * lengths[first])

@@ -1,10 +1,8 @@
 """The demo checkpoint: a small trained Qwen3 model that answers questions about facts stated in its prompt.
 
 The folder is a complete Hugging Face checkpoint (``config.json``, ``model.safetensors``, ``tokenizer.json``,
-``chat_template.jinja``, ...). ``corpus`` writes the documents and questions that it was trained on (pure Python, used
-by the quality check and tests too); ``python -m tests.engine.train_demo_model`` trains, saves and evaluates it.
-
-Importing this package, or ``corpus``, does not import torch.
+``chat_template.jinja``, ...). ``tests/corpus.py`` writes the documents and questions that it was trained on;
+``python -m tests.engine.train_demo_model`` trains, saves and evaluates it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""The API's description as a page without scripts: it needs no network, and nothing but the schema."""
+"""What Litestar's description of the API lacks: the bodies, answers and errors of routes that we decode ourselves."""
 
 import functools
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
-import jinja2
 import msgspec
-from litestar import Request
-from litestar.datastructures import State
-from litestar.openapi.plugins import OpenAPIRenderPlugin
 from litestar.openapi.spec import (
     OpenAPI,
     OpenAPIMediaType,
@@ -22,51 +18,7 @@ from litestar.openapi.spec import (
 
 from services.gateway.api.replies import ErrorReply
 
-PAGE = "/schema"
 JSON = "/schema/openapi.json"
-
-_HTML = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ info.title }}: API</title>
-<style>body { font-family: sans-serif; max-width: 60em; margin: auto; padding: 1em } td { padding-right: 2em }</style>
-</head>
-<body>
-<h1>{{ info.title }}: API</h1>
-<p>The same as JSON: <a href="{{ json }}">OpenAPI {{ openapi }}</a></p>
-{% for path, operations in paths.items() %}{% for method, operation in operations.items() %}
-<h2><code>{{ method | upper }} {{ path }}</code></h2>
-<p>{{ operation.summary }}
-{% if operation.requestBody %}
-{% set model = type_name(operation.requestBody.content["application/json"].schema) %}
-<br>Body: <a href="#{{ model }}">{{ model }}</a>
-{% endif %}</p>
-{% endfor %}{% endfor %}
-{% for name, model in components.schemas.items() %}
-<h2 id="{{ name }}">{{ name }}</h2>
-<table>
-{% for field, schema in (model.properties or {}).items() %}
-<tr><td><code>{{ field }}</code></td><td>{{ type_name(schema) }}</td>
-<td>{{ "required" if field in model.required }}</td></tr>
-{% endfor %}
-</table>
-{% endfor %}
-</body>
-</html>
-"""
-
-
-class SchemaPage(OpenAPIRenderPlugin):
-    """Lists operations and the models of their bodies."""
-
-    def __init__(self) -> None:
-        super().__init__(path="/")
-
-    def render(self, request: Request[Any, Any, State], openapi_schema: dict[str, Any]) -> bytes:
-        return _template.render(openapi_schema, json=JSON, type_name=_type_name).encode()
 
 
 class Described(NamedTuple):
@@ -121,16 +73,3 @@ def _json(schema: dict[str, Any]) -> dict[str, OpenAPIMediaType]:
 
 def _schema(schema: dict[str, Any]) -> Schema | Reference:
     return Reference(schema["$ref"]) if "$ref" in schema else Schema(type=OpenAPIType(schema["type"]))
-
-
-def _type_name(schema: dict[str, Any]) -> str:
-    if "$ref" in schema:
-        return schema["$ref"].rpartition("/")[2]
-    if "anyOf" in schema:
-        return " or ".join(map(_type_name, schema["anyOf"]))
-    if schema.get("type") == "array":
-        return f"array of ({_type_name(schema.get('items', {}))})"
-    return schema.get("type", "any")
-
-
-_template = jinja2.Template(_HTML, autoescape=True, trim_blocks=True)

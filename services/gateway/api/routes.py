@@ -15,6 +15,7 @@ from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.params import FromPath
 from litestar.response import Redirect
 from litestar.response.base import ASGIResponse
@@ -31,7 +32,7 @@ from services.gateway.api.bodies import ENCODINGS, Bodies
 from services.gateway.api.capabilities import CapabilitiesReply, capabilities
 from services.gateway.api.choice import Choice
 from services.gateway.api.constraints import check_in_turn
-from services.gateway.api.docs import JSON, PAGE, Described, SchemaPage, describe
+from services.gateway.api.docs import JSON, Described, describe
 from services.gateway.api.guard import EarlyRefusal, NotNowError, asks_to_split, check_json, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.logprobs import TokenTexts
@@ -144,7 +145,7 @@ def _routes(origins: tuple[str, ...]) -> Litestar:
     made once: that costs as much as ten requests."""
     asked, told = [completions, chat_completions, responses, tokens, text], [models, model, what_is_taken, version]
     app = Litestar(
-        route_handlers=[*asked, *told, health, docs, openapi_json],
+        route_handlers=[*asked, *told, health, description],
         exception_handlers={
             HTTPException: _on_http_exception,
             InvalidRequestError: _on_invalid,
@@ -153,7 +154,7 @@ def _routes(origins: tuple[str, ...]) -> Litestar:
         request_max_body_size=limits.MAX_BODY_BYTES,
         cors_config=CORSConfig([*origins], allow_methods=["GET", "POST"], expose_headers=_EXPOSED) if origins else None,
         logging_config=None,
-        openapi_config=OpenAPIConfig(title="kvmesh", version="1", render_plugins=[SchemaPage()]),
+        openapi_config=OpenAPIConfig(title="kvmesh", version="1", render_plugins=[JsonRenderPlugin()]),
     )
     describe(app.openapi_schema, _DESCRIBED)
     return app
@@ -217,13 +218,8 @@ async def health() -> Response[bytes]:
     return _json(HealthReply(status="ok"))
 
 
-@get(["/", "/docs"], include_in_schema=False)
-async def docs() -> Redirect:
-    return Redirect(PAGE, status_code=307)
-
-
-@get("/openapi.json", include_in_schema=False)
-async def openapi_json() -> Redirect:
+@get(["/", "/docs", "/openapi.json"], include_in_schema=False)
+async def description() -> Redirect:
     return Redirect(JSON, status_code=307)
 
 

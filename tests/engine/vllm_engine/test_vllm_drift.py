@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.demo_model.corpus import make_fact_prompt
+from tests.corpus import make_fact_prompt
 from tests.engine.vllm_engine.conftest import World
 from tests.mesh.reference import Case, Judge, SingleProcess
 from tests.mesh.test_shaped_choices import SHAPES, case_of

@@ -20,8 +20,8 @@ from tests.mesh.faults.times import BROKER_PAUSES_S
 from tests.mesh.zygote import Zygote
 
 
-def attacks(num_frames: int, num_messages: int, num_repeated: int) -> dict[str, Attack]:
-    """Return every attack by its name, for the table."""
+def attacks(num_frames: int, num_messages: int, num_repeated: int, health_s: float) -> dict[str, Attack]:
+    """Return every attack by its name, for the table. `health_s`: a gateway may let `/health` wait for so long."""
     return {
         "a stranger at the broker": partial(bus.strangers, num_rounds=10),
         "each cell of the permissions": bus.cells,
@@ -35,10 +35,10 @@ def attacks(num_frames: int, num_messages: int, num_repeated: int) -> dict[str, 
         "replies led elsewhere": bus.replies_led_elsewhere,
         "in the queues of services": bus.queues,
         "strangers at the gateway": http.strangers,
-        "bodies of 20 MB": http.large_bodies,
-        "fields of 23 MB": http.large_fields,
-        "endless trailers, chunks and heads": http.endless_parts,
-        "1,024 open bodies": http.open_bodies,
+        "bodies of 20 MB": partial(http.large_bodies, health_s=health_s),
+        "fields of 23 MB": partial(http.large_fields, health_s=health_s),
+        "endless trailers, chunks and heads": partial(http.endless_parts, health_s=health_s),
+        "1,024 open bodies": partial(http.open_bodies, health_s=health_s),
         "files of every kind in the store": ports.files_in_the_store,
         "another user of the machine": ports.another_user,
     }
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--repeated", type=int, default=3_000, help="heard messages that others say again")
     parser.add_argument("--only", default="", help="attacks with this in their name; no tests, no pauses")
     options = parser.parse_args()
-    chosen = attacks(options.frames, options.messages, options.repeated)
+    chosen = attacks(options.frames, options.messages, options.repeated, http.HEALTH_S)
     chosen = {name: attack for name, attack in chosen.items() if options.only in name}
     pauses_s = () if options.only else BROKER_PAUSES_S
     console, rows = Console(highlight=False), list[Row]()

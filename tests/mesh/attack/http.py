@@ -21,6 +21,7 @@ NUM_OPEN = 1_024
 GROWTH_BYTES = 200 << 20
 """Four bodies of 20 MB took 15 GB once."""
 HEALTH_S = 1.0
+"""On a machine that does nothing else."""
 TIMEOUT_S = 60.0
 BLOCK_BYTES = 1 << 20
 
@@ -42,8 +43,9 @@ print(slowest)
 
 
 @asynccontextmanager
-async def watched(target: Target, found: Found) -> AsyncIterator[None]:
-    """Complain where the first gateway grows by too much while the block runs, or lets `/health` wait."""
+async def watched(target: Target, found: Found, health_s: float) -> AsyncIterator[None]:
+    """Complain where the first gateway grows by too much while the block runs, or lets `/health` wait for longer than
+    `health_s`."""
     pid, port = target.pids("gateway")[0], httpx.URL(target.supervisor.urls[0]).port
     before = _reset_peak(pid)
     watcher = await asyncio.create_subprocess_exec(
@@ -56,7 +58,7 @@ async def watched(target: Target, found: Found) -> AsyncIterator[None]:
     grown, slowest_s = _bytes(pid, "VmHWM") - before, float(told or "inf")
     if grown > GROWTH_BYTES:
         found.got.append(f"the gateway grew by {grown >> 20} MiB")
-    if slowest_s > HEALTH_S:
+    if slowest_s > health_s:
         found.got.append(f"/health took {slowest_s:.2f} s")
     found.note = f"memory +{grown >> 20} MiB, /health {slowest_s * 1e3:.0f} ms at most"
 
@@ -109,18 +111,18 @@ async def strangers(target: Target) -> Found:
     return found
 
 
-async def large_bodies(target: Target) -> Found:
+async def large_bodies(target: Target, health_s: float) -> Found:
     """Four prompts of 20 MB at once with a key, thirty without one."""
     found = Found()
     key, stranger, _ = _keys(target)
     text = json.dumps({"model": target.mesh.model, "prompt": "x" * BODY_BYTES, "max_tokens": 1}).encode()
-    async with watched(target, found):
+    async with watched(target, found, health_s):
         codes = await asyncio.gather(*(_post(target, found, text, by) for by in [key] * 4 + [stranger] * 30))
     found.got += [f"a body of 20 MB: {code}" for code in codes if code in (200, 500)]
     return found
 
 
-async def large_fields(target: Target) -> Found:
+async def large_fields(target: Target, health_s: float) -> Found:
     """Fields of 23 MB, known ones and others, neutral, refused and used, one after another."""
     found = Found()
     key, stranger, _ = _keys(target)
@@ -132,7 +134,7 @@ async def large_fields(target: Target) -> Found:
         "nobody_knows": numbers, "guided_json": deep, "response_format": deep, "stream_options": numbers,
         "prompt_logprobs": b"1" * FIELD_BYTES,
     }  # fmt: skip
-    async with watched(target, found):
+    async with watched(target, found, health_s):
         for (name, value), by in ((field, by) for field in fields.items() for by in (key, stranger)):
             for size in (len(value), len(value) // 40):
                 cut = value[:size] if value is deep or name == "prompt_logprobs" else value
@@ -152,11 +154,11 @@ async def _post(target: Target, found: Found, content: bytes, headers: dict[str,
         return 0
 
 
-async def endless_parts(target: Target) -> Found:
+async def endless_parts(target: Target, health_s: float) -> Found:
     """Send up to 60 MB of what a parser takes beside a body: trailers, extensions and sizes of chunks, heads."""
     found, port = Found(), httpx.URL(target.supervisor.urls[0]).port
     assert port is not None
-    async with watched(target, found):
+    async with watched(target, found, health_s):
         for headers in _keys(target):
             for name, (begin, more) in endless(**headers).items():
                 found.num_tries += 1
@@ -180,7 +182,7 @@ def _flood(port: int, begin: bytes, more: bytes) -> tuple[int, bytes]:
     return num_sent, answer
 
 
-async def open_bodies(target: Target) -> Found:
+async def open_bodies(target: Target, health_s: float) -> Found:
     """Hold 1,024 bodies open that never end, of one key and of none, while others ask."""
     found, port = Found(), httpx.URL(target.supervisor.urls[0]).port
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -188,7 +190,7 @@ async def open_bodies(target: Target) -> Found:
     other = {"authorization": f"Bearer {target.supervisor.tenants[1]}"}
     body = json.dumps({"model": target.mesh.model, "prompt": "Q", "max_tokens": 1}).encode()
     try:
-        async with watched(target, found):
+        async with watched(target, found, health_s):
             for headers in _keys(target):
                 begin = head(content_length="1000", **headers) + b"{"
                 writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(NUM_OPEN)]

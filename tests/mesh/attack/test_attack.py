@@ -1,5 +1,6 @@
 """What `make attack` tries, with fewer tries."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from tests.mesh.attack.mesh import Target, attacked, under_load
 from tests.mesh.faults.harness import FaultMesh, make_truth
 from tests.mesh.forked import ForkingLoop
 
-ATTACKS = attacks(num_frames=1_000, num_messages=2_000, num_repeated=150)
+ATTACKS = attacks(num_frames=1_000, num_messages=2_000, num_repeated=150, health_s=math.inf)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Takes the README's pictures of `kvmesh top` and `kvmesh trace`: `python -m services.pages.shots FOLDER`."""
+"""Takes the README's pictures of `kvmesh top` and `kvmesh trace`: `python -m tests.pages.shots FOLDER`."""
 
 import asyncio
 import io
@@ -16,9 +16,9 @@ from services.cli.board import Board
 from services.cli.recorded import find_trace, load_spans
 from services.cli.trace import render_waterfall
 from services.launch.supervisor import UpOptions
-from services.pages.limits import SETTLE_S, WATCH_S
-from services.pages.scene import Scene, running_mesh
 from services.trust.keys import BusAccess
+from tests.pages.limits import SETTLE_S, WATCH_S
+from tests.pages.scene import Scene, running_mesh
 
 OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=48 * 1024 * 1024)
 TOP_WIDTH, TRACE_WIDTH = 80, 120

@@ -1,4 +1,4 @@
-"""`kvmesh bench quality`: how often the demo model's answers are exactly right, with and without the split.
+"""`python -m tests.bench.bench_quality`: how often the demo model's answers are exactly right, split or not.
 
 The same questions on fresh facts go to a mesh with the split and to one without. An answer that differs between them
 would show wrong KV.
@@ -7,9 +7,11 @@ would show wrong KV.
 import asyncio
 import random
 import sys
+from typing import Annotated
 
 import httpx
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -19,9 +21,10 @@ from services.bench.drive.http_client import base_url, model_of
 from services.bench.drive.meshes import SPLIT, WHOLE, split_and_whole
 from services.bench.drive.random_model import SHAPE
 from services.bench.limits import REQUEST_TIMEOUT_S
+from services.cli.bench import Json, Url
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
 from services.errors import UserError
+from tests.corpus import FactPrompt, make_fact_prompt
 
 NUM_FACTS = 6
 WIDTH = 8
@@ -38,8 +41,14 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     num_different: int | None
 
 
-def run_quality(lengths: str, num_questions: int, *, url: str, as_json: bool) -> None:
-    """Measure and print. Raises UserError for invalid lengths, and where a request fails."""
+def main(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000,2500",
+    num_questions: Annotated[int, typer.Option("--questions", min=1, help="Fresh questions a length.")] = 50,
+    url: Url = "",
+    *,
+    as_json: Json = False,
+) -> None:
+    """How often the demo model's answer is exactly right, with and without the split."""
     rows = asyncio.run(_run(parse_lengths(lengths, "--lengths", SHAPE["context_length"]), num_questions, url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
@@ -106,3 +115,7 @@ async def _ask(client: httpx.AsyncClient, url: str, model: str, prompt: FactProm
 
 def _num_right(texts: list[str], prompts: list[FactPrompt]) -> int:
     return sum(text.strip() == prompt.answer for text, prompt in zip(texts, prompts, strict=True))
+
+
+if __name__ == "__main__":
+    typer.run(main)

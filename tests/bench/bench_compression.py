@@ -1,4 +1,4 @@
-"""`kvmesh bench compression`: what compressing KV on the wire costs in quality.
+"""`python -m tests.bench.bench_compression`: what compressing KV on the wire costs in quality.
 
 The demo model answers the same questions in a mesh that sends KV as it is and in one for each way to compress, all over
 tcp. Exact match: the answer is the fact. Greedy agreement: the share of tokens before the first that differs from the
@@ -10,8 +10,10 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -19,12 +21,13 @@ from rich.table import Table
 from services.bench.drive.arguments import parse_lengths
 from services.bench.drive.http_client import Client, Completion
 from services.bench.drive.meshes import serving
+from services.cli.bench import Json
 from services.config import WireDtype
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.demo_model.corpus import make_fact_prompt
 from services.engine.tokenizer import read_tokenizer
 from services.gateway.api.text import TextCodec, codec_of
 from services.launch.supervisor import UpOptions
+from tests.corpus import make_fact_prompt
 
 SAME = "same"
 PACKED: tuple[WireDtype, ...] = ("int8", "fp8")
@@ -46,8 +49,15 @@ class CompressionRow(msgspec.Struct, frozen=True, kw_only=True):
     greedy_agreement: float
 
 
-def run_compression(lengths: str, num_questions: int, *, as_json: bool) -> None:
-    """Measure and print. Raises UserError for invalid lengths."""
+def main(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000",
+    num_questions: Annotated[
+        int, typer.Option("--questions", min=1, help="Fresh questions a length, for each way to send KV.")
+    ] = 30,
+    *,
+    as_json: Json = False,
+) -> None:
+    """What compressing KV on the wire costs the demo model: exact match, and agreement with exact KV."""
     wanted = parse_lengths(lengths, "--lengths", 4_000)
     rows = asyncio.run(_run(wanted, num_questions))
     if as_json:
@@ -123,3 +133,7 @@ def _is_right(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
     detokenizer = codec.detokenizer()
     text = detokenizer.feed(list(token_ids)) + detokenizer.flush()
     return text.strip().startswith(answer)
+
+
+if __name__ == "__main__":
+    typer.run(main)

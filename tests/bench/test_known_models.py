@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.bench.drive.make_checkpoint import KNOWN_SHAPES, make_known_checkpoint
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cpu.model import load_model
 from services.errors import CheckpointError
+from tests.bench.known_models import KNOWN_SHAPES, make_known_checkpoint
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 

@@ -1,4 +1,4 @@
-"""Writes the generated parts of all pages: `python -m services.pages.tables`, in the repository's root."""
+"""Writes the generated parts of all pages: `python -m tests.pages.tables`, in the repository's root."""
 
 import re
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from typer.main import get_command
 
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Permit, Role, Subject
-from services.bench import links
 from services.cli.app import app
 from services.errors import UserError
 from services.gateway.api.capabilities import parameter_table
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
-from services.pages.message_tables import message_tables
+from tests.bench import links
+from tests.pages.message_tables import message_tables
 
 
 def subject_table() -> str:

@@ -1,4 +1,4 @@
-"""`kvmesh bench links`: the time of a hand-over over a link, and what of it a prefill does not hide. Calculated.
+"""`python -m tests.bench.links`: the time of a hand-over over a link, and what of it no prefill hides. Calculated.
 
     hand-over, all at once    fixed + frames · (frame overhead + bytes of a frame / (raw rate · efficiency))
     exposed, layer by layer   each layer of each chunk crosses once it is computed and its predecessor has crossed: what
@@ -10,13 +10,15 @@ Rates of links and efficiencies are published ones (dataplane/SCALING.md names t
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from services.bench.drive.arguments import parse_lengths
+from services.cli.bench import Json
 
 FRAME_BYTES = 8 << 20
 """Most bytes of one frame, as `nccl` cuts them."""
@@ -34,8 +36,15 @@ MAX_TOKENS = 1 << 20
 HEADINGS = ("link", "KV, MiB", "prefill ms", "all at once ms", "exposed ms")
 
 
-def run_links(lengths: str, tflops: float, chunk_tokens: int, *, as_json: bool, as_markdown: bool) -> None:
-    """Print the time of hand-overs over each link. Raises UserError for invalid lengths."""
+def main(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1000,4000,32000",
+    tflops: Annotated[float, typer.Option(min=1, help="What a prefill gets out of a card, in TFLOP/s.")] = 400.0,
+    chunk_tokens: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of a prefill's chunk.")] = 512,
+    *,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="As the table of dataplane/SCALING.md.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What a hand-over takes over links of cards and nodes, by calculation (dataplane/SCALING.md). Measures nothing."""
     wanted = parse_lengths(lengths, "--lengths", MAX_TOKENS)
     if as_markdown:
         sys.stdout.write(markdown(link_table(wanted, tflops, chunk_tokens)) + "\n")
@@ -247,3 +256,7 @@ def _size(num_bytes: float) -> str:
         del units[0]
     digits = 0 if num_bytes >= 100 or num_bytes == int(num_bytes) else 1
     return f"{num_bytes:.{digits}f} {units[0]}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

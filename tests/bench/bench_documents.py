@@ -1,4 +1,4 @@
-"""`kvmesh bench documents`: many questions on few long documents, in random order, some at once.
+"""`python -m tests.bench.bench_documents`: many questions on few long documents, in random order, some at once.
 
 Each round has fresh documents. The first question on a document has to be computed; the time of later ones depends on
 whether their worker has the document's KV, or can read it from one that has.
@@ -9,8 +9,10 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -20,6 +22,7 @@ from services.bench.drive.meshes import RECOMPUTE, Served, reuse_modes, rotated,
 from services.bench.drive.sources import SourceShares, shares_of
 from services.bench.drive.stats import percentile, ratio, rounded
 from services.bench.drive.workload import random_tokens
+from services.cli.bench import Concurrency, Decode, Json, Model, Prefill, Url
 from services.errors import UserError
 from services.launch.supervisor import UpOptions
 
@@ -71,8 +74,28 @@ class DocumentsReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[DocumentsRow, ...]
 
 
-def run_documents(plan: DocumentsPlan, options: UpOptions, *, url: str, as_json: bool) -> None:
-    """Measure and print. Raises UserError."""
+def main(
+    documents: Annotated[int, typer.Option(min=1, help="Documents a round.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a document.")] = 4_000,
+    questions: Annotated[int, typer.Option(min=1, help="Questions on each document.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with fresh documents.")] = 2,
+    concurrency: Concurrency = 2,
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    model: Model = "",
+    url: Url = "",
+    *,
+    as_json: Json = False,
+) -> None:
+    """Many questions on few long documents, in the same modes as multiturn."""
+    plan = DocumentsPlan(
+        num_documents=documents,
+        document_tokens=tokens,
+        num_questions=questions,
+        num_rounds=rounds,
+        concurrency=concurrency,
+    )
+    options = UpOptions(model=model, num_prefill=prefill, num_decode=decode)
     report = asyncio.run(_run(plan, options, url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -207,3 +230,7 @@ def _ms(value: float | None) -> str:
 
 def _times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""Writes the map of what requests pass through: `python -m services.pages.life docs/life-of-a-request.md`.
+"""Writes the map of what requests pass through: `python -m tests.pages.life docs/life-of-a-request.md`.
 
 One mesh runs in this process, under the simulator's virtual time: every service as it is, the demo
 checkpoint on the real engine, nothing that goes wrong but what the story tells. While the request of the story is under
@@ -42,7 +42,7 @@ from services.worker.parts import WorkerParts
 
 REPOSITORY = Path(schemas.__file__).parents[1]
 ROOTS = ("schemas", "dataplane", "services")
-MEANS = ("services/sim/", "services/cli/", "services/launch/", "services/pages/", "services/bench/")
+MEANS = ("services/sim/", "services/cli/", "services/launch/", "tests/pages/", "services/bench/")
 """What only makes the run: it is no part of a request's life."""
 
 SEED = 1
@@ -73,7 +73,7 @@ MODEL = "demo_model"
 
 HEAD = """# The life of a request
 
-Generated (`make pages`, `services/pages/life.py`): the functions of ours that take part in three requests, in the order
+Generated (`make pages`, `tests/pages/life.py`): the functions of ours that take part in three requests, in the order
 of their first call, as they ran. The mesh is whole and lives in one process under virtual time (a gateway, a scheduler,
 a directory, two prefill and two decode workers with the demo checkpoint on the CPU). The simulator stands in for the
 message bus, the clock, the HTTP server and the network; so neither the NATS client nor sockets are met here.
@@ -257,7 +257,7 @@ async def prefix_from_a_peer(stage: Stage, conversation: str) -> None:
 async def death_of_a_decode_worker(stage: Stage) -> None:
     """From the death, in the middle of an answer, to the end of that answer."""
     exchange = stage.ask(OTHER_PROMPT)
-    while not exchange.choices or len(exchange.choices[0].token_ids) < NUM_TOKENS // 2:  # noqa: ASYNC110  (time is virtual)
+    while not exchange.choices or len(exchange.choices[0].token_ids) < NUM_TOKENS // 2:
         await asyncio.sleep(LOOK_EVERY_S)
     stage.kill_sender()
     stage.walk.begin()
@@ -363,7 +363,7 @@ def main() -> None:
     argument = sys.argv[1]
     stories = tell()
     if argument == "--counts":
-        print("\n".join(f"{story.title}: {story.counts}" for story in stories))  # noqa: T201
+        print("\n".join(f"{story.title}: {story.counts}" for story in stories))
     else:
         Path(argument).write_text(page(stories), "utf-8")
 

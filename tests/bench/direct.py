@@ -14,7 +14,6 @@ from schemas.request import KVSource, Refused, RequestTokens, RunPrefill, Sampli
 from schemas.subjects import Role
 from schemas.worker import WorkerInfo
 from services.bench.drive.http_client import RequestFailedError
-from services.bench.limits import DIRECT_TIMEOUT_S, LOCATE_INTERVAL_S
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
@@ -22,6 +21,11 @@ from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor
 from services.runtime import now_ms
 from services.trust.credentials import TenantSigner
+
+DIRECT_TIMEOUT_S = 120.0
+"""A question or a request that goes to one worker over the bus."""
+LOCATE_INTERVAL_S = 0.01
+"""Between two questions to the directory, until it knows the blocks that were just computed."""
 
 
 class TimedFirstToken(NamedTuple):

@@ -1,4 +1,4 @@
-"""`kvmesh bench loss`: what it costs a batch that a part of its requests' KV is lost on the way.
+"""`python -m tests.bench.bench_loss`: what it costs a batch that a part of its requests' KV is lost on the way.
 
 One engine thread decodes a batch of eight requests whose prompts' KV was sent to it; for some of them it arrived only
 half. Three ways to go on, interleaved:
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -45,7 +46,7 @@ from services.bench.drive.http_client import RequestFailedError
 from services.bench.drive.random_model import SHAPE, make_model
 from services.bench.drive.stats import percentile, rounded
 from services.bench.drive.workload import random_tokens
-from services.bench.limits import BATCH_TIMEOUT_S, ENGINE_STOP_TIMEOUT_S
+from services.cli.bench import Json
 from services.engine import interface as base
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
@@ -60,6 +61,10 @@ NUM_REQUESTS = 8
 NUMBERS_LOST = (0, 1, 4, 8)
 BLOCK_SIZE = 16
 REPEATS = 5
+BATCH_TIMEOUT_S = 600.0
+"""One batch, from its submission to its last token."""
+ENGINE_STOP_TIMEOUT_S = 30.0
+"""The engine's thread after such a batch: the step that it is in."""
 SEED = 20261121
 
 
@@ -164,8 +169,8 @@ class LossReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[LossRow, ...]
 
 
-def run_loss(*, as_json: bool) -> None:
-    """Measure and print. Raises RequestFailedError where a batch does not end."""
+def main(*, as_json: Json = False) -> None:
+    """What lost KV costs a batch: those that lost it, and those that did not."""
     report = _measure()
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -325,7 +330,7 @@ def lost_requests(num_lost: int, repeat: int) -> frozenset[int]:
 
 
 def _measure() -> LossReport:
-    from services.engine.cpu.model import load_engine  # noqa: PLC0415 - torch takes seconds
+    from services.engine.cpu.model import load_engine
 
     terms = Terms()
     rng = random.Random(SEED)
@@ -421,3 +426,7 @@ def _print(report: LossReport) -> None:
 
 def _ms(*values: float | None) -> str:
     return "–" if None in values else "/".join(f"{value:.0f}" for value in values if value is not None)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -18,9 +18,9 @@ from schemas.subjects import Role
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
 from services.errors import UserError
-from services.pages.limits import TIMEOUT_S
-from services.pages.scene import Scene, running_mesh
 from services.trust.keys import BusAccess
+from tests.pages.limits import TIMEOUT_S
+from tests.pages.scene import Scene, running_mesh
 
 START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
 WIDTH = 140

@@ -1,5 +1,5 @@
-"""`kvmesh bench crossover`: from which prompt length is it quicker to read KV than to compute it, and does policy
-`cost` choose so?
+"""`python -m tests.bench.bench_crossover`: from which prompt length is it quicker to read KV than to compute it, and
+does policy `cost` choose so?
 
 For each carrier one mesh of a prefill and a decode worker. All but a prompt's last block is put on the decode worker;
 then the prefill worker computes the prompt, with that worker as a source or without. A third prompt goes through the
@@ -8,14 +8,16 @@ gateway, where `cost` chooses.
 
 import asyncio
 import itertools
+import math
 import random
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import get_args
+from typing import Annotated, get_args
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -23,15 +25,16 @@ from rich.table import Column, Table
 from schemas.ids import WorkerId
 from schemas.request import KVSource
 from services.bench.drive.arguments import parse_lengths
-from services.bench.drive.direct import DirectClient
 from services.bench.drive.http_client import Client, RequestFailedError, open_http
 from services.bench.drive.meshes import model_folder, rotated, running
 from services.bench.drive.random_model import SHAPE
-from services.bench.drive.stats import choice_crossover, crossover, median, ratio, rounded
+from services.bench.drive.stats import crossover, median, ratio, rounded
 from services.bench.drive.workload import random_tokens
+from services.cli.bench import Json, Model
 from services.config import Carrier
 from services.errors import UserError
 from services.launch.supervisor import Supervisor, UpOptions
+from tests.bench.direct import DirectClient
 
 PREFILL, DECODE = WorkerId("prefill-0"), WorkerId("decode-0")
 NUM_TOKENS = 2
@@ -88,8 +91,17 @@ class CrossoverReport(msgspec.Struct, frozen=True, kw_only=True):
     carriers: tuple[CarrierReport, ...]
 
 
-def run_crossover(carriers: str, lengths: str, num_requests: int, options: UpOptions, *, as_json: bool) -> None:
-    """Measure and print. Raises UserError for invalid carriers or lengths."""
+def main(
+    carriers: Annotated[str, typer.Option("--carrier", help="Carriers, with commas between.")] = "shm,tcp",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "64,96,128,256,512,1000,2000,4000,8000",
+    num_requests: Annotated[int, typer.Option("--requests", min=1, help="Requests a length, carrier and way.")] = 5,
+    pull_tokens_min: Annotated[int, typer.Option(min=0, help="The policy's floor.")] = 64,
+    model: Model = "",
+    *,
+    as_json: Json = False,
+) -> None:
+    """From which length on reading beats computing, by carrier, and what policy cost chose."""
+    options = UpOptions(model=model, pull_tokens_min=pull_tokens_min)
     wanted = sorted(set(parse_lengths(lengths, "--lengths", SHAPE["context_length"] - NUM_TOKENS)))
     if wanted[0] < MIN_LENGTH:
         raise UserError(
@@ -279,3 +291,20 @@ def _summary(carrier: CarrierReport) -> str:
 
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
+
+
+def choice_crossover(lengths: Sequence[int], choices: Sequence[bool]) -> float | None:
+    """Return the length from which every choice is yes: the geometric mean of the last no and the yes after it.
+
+    None where the last choice is no; the first length where every choice is yes.
+    """
+    if not choices or not choices[-1]:
+        return None
+    first = len(choices) - 1
+    while first > 0 and choices[first - 1]:
+        first -= 1
+    return float(lengths[0]) if first == 0 else math.sqrt(lengths[first - 1] * lengths[first])
+
+
+if __name__ == "__main__":
+    typer.run(main)

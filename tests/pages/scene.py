@@ -15,7 +15,7 @@ from schemas.observe import DescribeRequest, RequestDescribed
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.launch.supervisor import Supervisor, UpOptions
-from services.pages.limits import SETTLE_S, TIMEOUT_S
+from tests.pages.limits import SETTLE_S, TIMEOUT_S
 
 KV_BYTES = 8 * 1024 * 1024
 """So little that a request may be too large for every worker."""
