@@ -28,9 +28,13 @@ MAX_LOG_KINDS = 1_000
 """So many kinds are remembered."""
 
 
+ASKED_FOR = {"asked_for": True}
+
+
 class OneOfAKind(logging.Filter):
     """Lets one line of a kind through, and after `LOG_INTERVAL_S` the next, which says how many there were between
-    them. Of a kind are those of one text, whatever is filled into it."""
+    them. Of a kind are those of one text, whatever is filled into it. What somebody has asked for is always said:
+    `extra=ASKED_FOR`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -39,6 +43,8 @@ class OneOfAKind(logging.Filter):
         """When a line of this kind was let through, and how many were not since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if hasattr(record, "asked_for"):
+            return True
         kind, now_s = (record.name, str(record.msg)), self._clock()
         passed_s, num_held = self._kinds.pop(kind, (now_s - LOG_INTERVAL_S, 0))
         passes = now_s - passed_s >= LOG_INTERVAL_S

@@ -64,11 +64,9 @@ PARTS = (
     ),
     Part("kills", 10, "every fault's scenario on real processes", files=("tests/mesh/attack", "tests/mesh/faults")),
     Part(
-        "cards", 12, "cards' stand-ins, interpreted and compiled kernels",
+        "cards", 8, "cards' stand-ins",
         files=(
-            "tests/engine/interpreted", "tests/engine/test_cuda.py", "tests/engine/test_device_sampler.py",
-            "tests/engine/test_fake_card.py", "tests/engine/test_graphs.py", "tests/engine/test_interpreted.py",
-            "tests/engine/test_kernels_compile.py", "tests/engine/test_step_plan.py", "tests/mesh/test_cards.py",
+            "tests/engine/test_cuda.py", "tests/engine/test_fake_card.py", "tests/mesh/test_cards.py",
             "tests/mesh/test_gpu.py", "tests/plane/test_cuda_device.py", "tests/plane/test_cuda_kernel.py",
             "tests/plane/test_device.py", "tests/plane/test_device_arena.py", "tests/plane/test_fake_device.py",
             "tests/plane/test_nccl.py", "tests/plane/test_pair.py", "tests/plane/test_pair_core.py",

@@ -162,6 +162,11 @@ class NatsEndpoint:
         self._inbox.put_nowait(delivery)
 
 
+def _look_at(closed: "asyncio.Future[None]") -> None:
+    if not closed.cancelled():
+        closed.exception()
+
+
 class MistrustedError(nats.errors.Error):
     """Whoever answers has no certificate that is believed, or offers no TLS where it is insisted on."""
 
@@ -172,6 +177,13 @@ class BrokerTransport(TcpTransport):
 
     def __bool__(self) -> bool:
         return True  # else the library makes one of its own
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        await super().connect(uri, buffer_size, connect_timeout)
+        # Else asyncio may print how a connection broke that nobody awaits: the collector of garbage finds its future
+        # before the protocol that would have looked at it.
+        if self._io_writer is not None:
+            self._io_writer._protocol._closed.add_done_callback(_look_at)  # pyright: ignore
 
     async def connect_tls(
         self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int

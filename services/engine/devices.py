@@ -19,7 +19,6 @@ from services.errors import UserError
 log = logging.getLogger(__name__)
 
 DRIVER = "libcuda.so.1"
-NEEDED = ("cupy", "triton")
 CPU = "cpu"
 
 
@@ -45,8 +44,8 @@ def usable_cards() -> Cards:
 
     if not torch.cuda.is_available():
         return Cards(reason="PyTorch sees none: it is built without CUDA, or the driver is too old")
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        return Cards(reason=f"{' and '.join(missing)} not installed: pip install 'kvmesh[gpu]'")
+    if importlib.util.find_spec("cupy") is None:
+        return Cards(reason="CuPy is not installed: pip install 'kvmesh[gpu]'")
     return Cards(torch.cuda.device_count())
 
 

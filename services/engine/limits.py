@@ -20,12 +20,6 @@ NUM_SAMPLES = 256
 SAMPLE_BYTES = 64 << 10
 """Each sample has this size."""
 
-MAX_GRAPH_ROWS = 256
-"""Sequences in a decode that is recorded as a CUDA graph: a larger one computes long enough for its launches to hide
-behind it."""
-MOST_RESERVED_BYTES = 64 << 20
-"""At most so much page-locked memory is taken for a step's numbers in advance: a step that needs more takes it then."""
-
 MAX_KEPT_GRAMMARS = 64
 MAX_KEPT_GRAMMAR_CHARACTERS = 512 * 1024
 """Understood grammars that are kept for those who ask again; those asked for last. Each takes 120 bytes of memory for

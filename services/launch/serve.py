@@ -27,7 +27,7 @@ from services.launch.names import holding
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
 from services.ports import bind
-from services.runtime import configure_logging, run_until_signal, watch_parent
+from services.runtime import ASKED_FOR, configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
 from services.trust.certificates import ca_file
 from services.trust.keys import BusAccess, Identity, RoleKey, key_file, load_role_key, with_key
@@ -119,17 +119,17 @@ def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
 def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: TicketSecrets | None) -> None:
     """Go on with the ticket secrets that the files have now; with those that there are where they cannot be used."""
     if secrets is None:
-        log.warning("SIGHUP: this service has nothing to read again")
+        log.warning("SIGHUP: this service has nothing to read again", extra=ASKED_FOR)
         return
     try:
         config = _overridden(load_config(config_path), overrides)
         key = _key_of(role, config, config_path)
         found = require_secrets(with_key(config, key) if key else config)
     except UserError as error:
-        log.warning("SIGHUP: the ticket secrets stay as they were: %s", error)
+        log.warning("SIGHUP: the ticket secrets stay as they were: %s", error, extra=ASKED_FOR)
         return
     secrets.replace(found)
-    log.warning("SIGHUP: %d ticket secrets were read again", len(found))
+    log.warning("SIGHUP: %d ticket secrets were read again", len(found), extra=ASKED_FOR)
 
 
 async def _serve(

@@ -136,7 +136,7 @@ def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape) -> _Pl
     if card is None:
         placed = _on_cpu(checkpoint, shape, settings)
     else:
-        from services.engine.cuda.on_card import place_on_card  # noqa: PLC0415  (needs what other machines have not)
+        from services.engine.torch_engine.on_card import place_on_card  # noqa: PLC0415  (needs what other machines have not)
 
         placed = place_on_card(card, checkpoint, shape, settings)
     batch = Batch(settings.token_budget, context_length=checkpoint.context_length)
@@ -144,7 +144,7 @@ def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape) -> _Pl
 
 
 def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> PlacedEngine:
-    from services.engine.cpu.model import load_engine  # noqa: PLC0415  (seconds of imports)
+    from services.engine.torch_engine.model import load_engine  # noqa: PLC0415  (seconds of imports)
 
     arena = _host_arena(shape)
     try:

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import services.engine.cpu.model as model_module
+import services.engine.torch_engine.model as model_module
 from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.attention import ATTENTION_NAME, StepAttention
-from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.interface import Sequence, StepItem
+from services.engine.torch_engine.attention import ATTENTION_NAME, StepAttention
+from services.engine.torch_engine.model import TransformersEngine, load_engine
 
 SHAPE: dict[str, Any] = {
     "hidden": 512,

@@ -4,7 +4,6 @@ Each section runs in a process of its own, which a card's error or a limit of ti
 
     carriers   `cuda` between two processes on the card against a copy on it; `tcp` and `shm` through host memory
                against the host link's own copies; NCCL to itself
-    engine     prefill and decode tokens a second against transformers' `generate` with the same weights
     split      time to the first and the second token with and without the split, and what of a hand-over is exposed
 
 `--quick` takes the small model alone and fewer rounds: under nine minutes. Rows are printed as they come, and written
@@ -28,7 +27,7 @@ from tests.bench.gpu_report import Row, markdown, plain
 
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 QUICK_BUDGET_S, BUDGET_S = 520.0, 3600.0
-SHARES = {"carriers": 0.2, "engine": 0.35, "split": 0.45}
+SHARES = {"carriers": 0.3, "split": 0.7}
 """Of what time is left a section may take so much, the sections after it counted."""
 STDERR_LINES = 3
 
@@ -137,9 +136,9 @@ def parse_row(line: str) -> Row | None:
 
 def run_section(arguments: argparse.Namespace) -> None:
     """The child: print a JSON line per row."""
-    from tests.bench import gpu_carriers, gpu_engine, gpu_split
+    from tests.bench import gpu_carriers, gpu_split
 
-    run = {"carriers": gpu_carriers.rows, "engine": gpu_engine.rows, "split": gpu_split.rows}[arguments.section]
+    run = {"carriers": gpu_carriers.rows, "split": gpu_split.rows}[arguments.section]
     for row in run(arguments.device, models_of(arguments), quick=arguments.quick):
         sys.stdout.write(json.dumps(msgspec.to_builtins(row)) + "\n")
         sys.stdout.flush()

@@ -17,11 +17,11 @@ from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
-from services.engine.cpu.model import TransformersEngine
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.grammar import Grammars
 from services.engine.interface import Sequence
 from services.engine.tokenizer import read_tokenizer
+from services.engine.torch_engine.model import TransformersEngine
 from tests.bench.bench_engine import BLOCK_SIZE, SHAPE, make_engine
 
 PROMPT = 100

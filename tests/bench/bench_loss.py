@@ -330,7 +330,7 @@ def lost_requests(num_lost: int, repeat: int) -> frozenset[int]:
 
 
 def _measure() -> LossReport:
-    from services.engine.cpu.model import load_engine
+    from services.engine.torch_engine.model import load_engine
 
     terms = Terms()
     rng = random.Random(SEED)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.telemetry import Key, SpanName, SpanRecord
-from tests.bench import bench_gpu, gpu_carriers, gpu_engine, gpu_split
+from tests.bench import bench_gpu, gpu_carriers, gpu_split
 from tests.bench.gpu_report import Row, against, cells, markdown, plain, share, with_and_without
 
 
@@ -85,9 +85,9 @@ def test_the_sections_share_what_time_there_is(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(bench_gpu, "section_rows", take)
     rows = list(bench_gpu.all_rows(bench_gpu.parse(["--quick"])))
-    assert [row.what for row in rows] == list(limits) == ["carriers", "engine", "split"]
+    assert [row.what for row in rows] == list(limits) == ["carriers", "split"]
     assert limits["split"] == pytest.approx(bench_gpu.QUICK_BUDGET_S, abs=5), "what the others leave is the last one's"
-    assert limits["carriers"] < limits["engine"] < limits["split"] < 540
+    assert limits["carriers"] < limits["split"] < 540
     assert bench_gpu.models_of(bench_gpu.parse(["--quick"])) == ("qwen3-0.6b",)
     assert bench_gpu.models_of(bench_gpu.parse([])) == bench_gpu.MODELS
     both = ["--quick", "--model", "qwen3-8b"]
@@ -102,22 +102,10 @@ def section(name: str, *, limit_s: float, device: str = "cpu") -> list[Row]:
 
 def test_a_section_that_fails_or_takes_too_long_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path))
-    [late] = section("engine", limit_s=0.0)
+    [late] = section("split", limit_s=0.0)
     assert "ended early, over its 0 s" in late.error
-    [failed] = section("engine", limit_s=200.0, device="cuda:77")[-1:]
+    [failed] = section("split", limit_s=200.0, device="cuda:77")[-1:]
     assert "ended early, code 1" in failed.error and len(failed.error) < 2000
-
-
-@pytest.mark.slow  # a process that imports everything
-def test_the_engine_section_runs_on_what_is_no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As a process of its own, rows and all: that it runs is what can be tried here."""
-    monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path))
-    rows = section("engine", limit_s=200.0)
-    assert [row.what for row in rows] == [
-        "tiny: prefill of 100 tokens", "tiny: decode, 2 at once, 512 tokens of context",
-    ], rows  # fmt: skip
-    assert all(row.ratio and row.ratio > 0 and row.aim == gpu_engine.AIM and not row.error for row in rows)
-    assert [path.name for path in (tmp_path / "bench-models").iterdir()] == ["tiny"], "kept for the next run"
 
 
 @pytest.mark.slow  # eight processes

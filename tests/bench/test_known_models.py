@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.model import load_model
+from services.engine.torch_engine.model import load_model
 from services.errors import CheckpointError
 from tests.bench.known_models import KNOWN_SHAPES, make_known_checkpoint
 

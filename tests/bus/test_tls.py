@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ async def test_a_certificate_for_another_name_is_refused_by_name(keys: MeshKeys,
 async def test_an_expired_certificate_is_one_line(tmp_path: Path) -> None:
     current = MeshKeys.fresh(LOOPBACK)
     long_ago = datetime.datetime.now(datetime.UTC) - LASTS - datetime.timedelta(days=1)
-    expired = MeshKeys(current.broker_config, current.roles, new_certificate(LOOPBACK, long_ago))
+    expired = replace(current, certificate=new_certificate(LOOPBACK, long_ago))
     server = serving(expired, tmp_path)
     try:
         refused = await refusal(gateway(server.url, expired, tmp_path / "keys" / CA_FILE))
@@ -198,7 +199,7 @@ async def test_it_comes_back_encrypted_and_to_nobody_else(tmp_path: Path, caplog
     bus = await NatsBus.connect(gateway(server.url, mine, tmp_path / "keys" / CA_FILE), "gateway-0")
     server.stop()
     await until(lambda: not bus.is_connected)
-    forged = serving(MeshKeys(mine.broker_config, mine.roles, new_certificate(LOOPBACK)), tmp_path / "forged", port)
+    forged = serving(replace(mine, certificate=new_certificate(LOOPBACK)), tmp_path / "forged", port)
     await until(lambda: "not believed to be ours" in caplog.text)
     assert not bus.is_connected
     forged.stop()

@@ -8,7 +8,7 @@ import pytest
 
 from services.config import MeshConfig, write_config
 from services.files import cut_log, open_private, private_folder, write_private
-from services.runtime import MAX_LOG_KINDS, OneOfAKind
+from services.runtime import ASKED_FOR, MAX_LOG_KINDS, OneOfAKind
 from services.store.disk import DiskTier
 from services.telemetry.export import FileExporter
 from tests.store.rig import key_at
@@ -91,3 +91,6 @@ def test_one_line_of_a_kind_passes_in_ten_seconds_and_the_next_has_their_number(
         "decode-0 is at 30% (and 1 more like it before)",
     ]
     assert len(said) == 3 + 2 * MAX_LOG_KINDS
+    for _ in range(3):
+        log.warning("what was asked for", extra=ASKED_FOR)
+    assert said[-3:] == ["what was asked for"] * 3

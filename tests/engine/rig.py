@@ -25,9 +25,9 @@ from schemas.request import SamplingParams
 from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.interface import Engine, LayerListener, Sequence
 from services.engine.sampler import near_tie
+from services.engine.torch_engine.model import TransformersEngine, load_engine
 
 NUM_BLOCKS = 96
 BLOCK_SIZE = 8

@@ -15,7 +15,8 @@ import pytest
 from dataplane.blocks.layout import uniform_shape
 from services.engine import limits
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.model import load_engine
+from services.engine.torch_engine.attention import StepAttention
+from services.engine.torch_engine.model import load_engine
 from services.errors import CheckpointError
 from tests.engine.rig import BLOCK_SIZE, load_tiny
 
@@ -289,9 +290,7 @@ def test_an_architecture_that_cannot_run_on_paged_kv_is_refused_before_anything_
 
 
 def test_the_self_check_catches_wrong_attention(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    import services.engine.cpu.attention as attention
-
-    right = attention._attend_chunk
-    monkeypatch.setattr(attention, "_attend_chunk", lambda q, k, v, scale: right(q, k, v, scale * 0.9))
+    right = StepAttention._attend_chunk
+    monkeypatch.setattr(StepAttention, "_attend_chunk", lambda step, q, k, v, scale: right(step, q, k, v, scale * 0.9))
     with pytest.raises(CheckpointError, match="computes other logits"):
         load(tiny())

@@ -92,7 +92,7 @@ def test_listeners_hear_every_layer_in_order(make: Callable[[], Held]) -> None:
         def __init__(self) -> None:
             self.heard: list[tuple[int, int]] = []
 
-        def advance(self, layer: int, num_tokens: int) -> None:
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
             self.heard.append((layer, num_tokens))
 
     held, listener, batch = make(), Listener(), Batch(32)

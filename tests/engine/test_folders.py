@@ -13,8 +13,8 @@ from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.config import MeshConfig, ModelConfig
 from services.engine.batch import Batch
 from services.engine.checkpoint import read_checkpoint
-from services.engine.cpu.model import load_model as load_weights
 from services.engine.tokenizer import read_tokenizer
+from services.engine.torch_engine.model import load_model as load_weights
 from services.engine.weights import INDEX_FILE
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import ChatBody, CompletionBody

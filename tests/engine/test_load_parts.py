@@ -42,17 +42,23 @@ class Made:
         self.failure: Exception | None = None
         self.device = FakeDevice()
         self.library = FakeLibrary(FakeFabric(), self.device)
-        monkeypatch.setattr("services.engine.cuda.on_card.check_card", self.checked.append)
-        monkeypatch.setattr("services.engine.cuda.on_card.load_cuda_engine", self._load)
+        on_card = "services.engine.torch_engine.on_card"
+        monkeypatch.setattr(f"{on_card}.check_card", self.checked.append)
+        monkeypatch.setattr(f"{on_card}.CardStream", lambda device, mark: SimpleNamespace(source=mark.__self__))
+        monkeypatch.setattr(f"{on_card}.torch.from_dlpack", lambda exported: exported)
+        monkeypatch.setattr(f"{on_card}.load_engine", self._load)
+        monkeypatch.setattr(f"{on_card}.compute_largest", self._compute_largest)
         monkeypatch.setattr("dataplane.cards.factory.find_device", lambda _: self.device)
         parts = PairParts(self.device, self.library, LibraryThreads())
         monkeypatch.setattr("dataplane.cards.factory.pair_parts", lambda device, card: parts)
 
     def _load(self, checkpoint: object, **arguments: Any) -> SimpleNamespace:
-        if self.failure is not None:
-            raise self.failure
         self.engines.append(arguments)
         return SimpleNamespace(close=lambda: None)
+
+    def _compute_largest(self, *_: object) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 @pytest.fixture
@@ -117,7 +123,8 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
         assert len(parts.arena.staging) == STAGING_BYTES
         [arguments] = made.engines
         shape: ArenaShape = arguments["shape"]
-        assert (shape, arguments["card"], arguments["marks"]) == (parts.shape, 3, parts.arena)
+        assert (shape, arguments["card"].source) == (parts.shape, parts.arena)
+        assert arguments["arena_buffer"] is parts.arena.exported
         assert made.checked == [3]
         assert parts.arena.pair_parts is not None and parts.arena.pair_parts.device is made.device
     finally:

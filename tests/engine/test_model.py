@@ -10,8 +10,8 @@ from dataplane.blocks.layout import KVLayout, Segment, uniform_shape
 from dataplane.memory.arena import Arena
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
-from services.engine.cpu.attention import KVTensors
 from services.engine.interface import EngineFailedError, StepItem
+from services.engine.torch_engine.attention import KVTensors
 from tests.engine.rig import (
     NUM_BLOCKS,
     Allocator,
@@ -154,7 +154,7 @@ def test_layers_are_reported_in_order_before_the_step_ends(tiny: Tiny) -> None:
             self.heard: list[tuple[int, int]] = []
             self.written: list[bool] = []
 
-        def advance(self, layer: int, num_tokens: int) -> None:
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
             self.heard.append((layer, num_tokens))
             assert engine._arena is not None
             self.written.append(not bool(engine._arena.keys[layer][:num_tokens].isnan().any()))

@@ -16,8 +16,8 @@ from schemas.block import hash_blocks
 from schemas.ids import RequestId
 from services.engine.batch import Batch
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
-from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.interface import Sequence
+from services.engine.torch_engine.model import TransformersEngine, load_engine
 from services.errors import CheckpointError
 from tests.engine.rig import BLOCK_SIZE, generate, greedy, num_near_ties, prompt_of, run_batch
 

@@ -14,11 +14,11 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.checkpoint import Checkpoint, layout_of, read_checkpoint
-from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.grammar import Grammars
 from services.engine.interface import Sequence
 from services.engine.sampler import near_tie
 from services.engine.tokenizer import read_tokenizer
+from services.engine.torch_engine.model import TransformersEngine, load_engine
 
 BLOCK_SIZE = 16
 SAME_NAME = (

@@ -27,7 +27,7 @@ MODULES = (
     "services.bus.nats",
     "services.launch.serve",
     "services.directory.service",
-    "services.engine.cpu.model",
+    "services.engine.torch_engine.model",
     "services.gateway.service",
     "services.scheduler.service",
     "services.store.service",

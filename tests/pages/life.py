@@ -26,8 +26,8 @@ from dataplane.blocks.layout import uniform_shape
 from schemas.worker import WorkerRole
 from services.engine.batch import Batch
 from services.engine.checkpoint import read_checkpoint
-from services.engine.cpu.model import load_engine
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.torch_engine.model import load_engine
 from services.gateway.service import load_model
 from services.sim.client import Exchange, post
 from services.sim.mesh import MeshShape, Service, SimMesh, memory_arena

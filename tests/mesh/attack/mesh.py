@@ -125,7 +125,7 @@ async def attacked(truth: Truth, zygote: Zygote, options: UpOptions = STORING) -
 Attack = Callable[[Target], Awaitable[Found]]
 
 
-async def under_load(target: Target, name: str, attack: Attack) -> Row:
+async def under_load(target: Target, name: str, attack: Attack, num_clients: int = WIDTH) -> Row:
     """Carry out an attack while clients ask; say what became of both."""
     mesh, streams, is_over = target.mesh, list[Stream](), asyncio.Event()
     declared: list[str] = []
@@ -144,9 +144,9 @@ async def under_load(target: Target, name: str, attack: Attack) -> Row:
             await asyncio.wait([mesh.start(streams[-1])])
 
     mesh.listener.hearers.append(hear)
-    clients = [asyncio.create_task(ask(), name="client") for _ in range(WIDTH)]
+    clients = [asyncio.create_task(ask(), name="client") for _ in range(num_clients)]
     try:
-        for stream in await _first_of(streams):
+        for stream in await _first_of(streams, num_clients):
             await stream.until_tokens(1)
         found = await attack(target)
     finally:
@@ -168,7 +168,7 @@ async def under_load(target: Target, name: str, attack: Attack) -> Row:
     return row
 
 
-async def _first_of(streams: list[Stream]) -> list[Stream]:
-    while len(streams) < WIDTH:
+async def _first_of(streams: list[Stream], count: int) -> list[Stream]:
+    while len(streams) < count:
         await asyncio.sleep(0)
-    return streams[:WIDTH]
+    return streams[:count]

@@ -3,8 +3,11 @@
 import inspect
 import logging
 import threading
+from collections.abc import Generator
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol, cast
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +18,10 @@ from dataplane.blocks.layout import ArenaShape, BlockTable, KVLayout, Segment, n
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.checkpoint import Checkpoint, engine_folder
-from services.engine.cpu.attention import (
+from services.engine.interface import EngineFailedError, EngineLostError, Outcome, Sequence, StepItem
+from services.engine.logprobs import row_numbers, score_prompts, scored_rows
+from services.engine.sampler import sample
+from services.engine.torch_engine.attention import (
     ATTENTION_NAME,
     STEP_ARGUMENT,
     KVTensors,
@@ -23,9 +29,7 @@ from services.engine.cpu.attention import (
     UnsupportedAttentionError,
     paged_attention,
 )
-from services.engine.interface import EngineFailedError, Outcome, Sequence, StepItem
-from services.engine.logprobs import row_numbers, score_prompts, scored_rows
-from services.engine.sampler import sample
+from services.engine.torch_engine.card import CardStream
 from services.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -39,34 +43,65 @@ CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 class TransformersEngine:
     """Computes steps with a transformers model and keeps KV in an arena that others may read and write between layers.
 
-    `step` may run on any one thread at a time. `close` lets go of the arena's buffer.
+    Model and arena are on one device, a `card` or (None) the CPU, where tokens are chosen in either case. `step` may
+    run on any one thread at a time. `close` lets go of the arena's buffer.
     """
 
-    def __init__(self, model: PreTrainedModel, arena: KVTensors, *, vocab_size: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arena: KVTensors,
+        *,
+        vocab_size: int,
+        num_threads: int,
+        card: CardStream | None = None,
+    ) -> None:
         self.layout: KVLayout = arena.layout
         self.vocab_size = vocab_size
         self.model = model
         self._arena: KVTensors | None = arena
         self._num_threads = num_threads
+        self._card = card
         self._thread: int | None = None
 
+    @torch.inference_mode()
     def step(self, items: Seq[StepItem]) -> list[Outcome]:
         """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item.
 
         Raises EngineFailedError when the model did not call its attention once a layer, LogitsNotFiniteError when its
-        logits are no numbers, ValueError when a sequence has outgrown its block tables.
+        logits are no numbers, ValueError when a sequence has outgrown its block tables, EngineLostError when the card
+        fails.
         """
         rows, sequences = _sampling_rows(items)
         scored = scored_rows(items)
-        logits = self._compute(items, [*rows, *row_numbers(scored)])
-        score_prompts(scored, logits[len(rows) :])
-        return sample(logits[: len(rows)].float(), sequences)
-
-    def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
-        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
-        return self._compute(items, rows).float()
+        with self._on_card():
+            logits = self._compute(items, [*rows, *row_numbers(scored)])
+            score_prompts(scored, logits[len(rows) :])
+            chosen_from = logits[: len(rows)].float().cpu()
+        return sample(chosen_from, sequences)
 
     @torch.inference_mode()
+    def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
+        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
+        with self._on_card():
+            return self._compute(items, rows).float()
+
+    @contextmanager
+    def _on_card(self) -> Generator[None]:
+        """Compute where the arena is. What was begun there has ended when this is left, however that comes about: its
+        blocks are others' then. Raises EngineLostError."""
+        if self._card is None:
+            yield
+            return
+        with self._card.active():
+            try:
+                yield
+            finally:
+                try:
+                    self._card.wait()
+                except RuntimeError as error:
+                    raise EngineLostError(f"the card fails: {str(error).partition(chr(10))[0]}") from error
+
     def _compute(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
         """Return the logits of these rows, in the model's dtype."""
         if self._arena is None:
@@ -75,7 +110,7 @@ class TransformersEngine:
             # OpenMP keeps its number of threads per calling thread.
             torch.set_num_threads(self._num_threads)
             self._thread = threading.get_ident()
-        attention = StepAttention(self._arena, items)
+        attention = StepAttention(self._arena, items, self._card and self._card.mark)
         token_ids: list[int] = []
         positions: list[int] = []
         for item in items:
@@ -84,10 +119,10 @@ class TransformersEngine:
             positions += range(item.start, end)
         arguments: dict[str, Any] = {STEP_ARGUMENT: attention}
         output = self.model(
-            input_ids=torch.tensor([token_ids]),
-            position_ids=torch.tensor([positions]),
+            input_ids=self._arena.indices(token_ids)[None],
+            position_ids=self._arena.indices(positions)[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(rows, dtype=torch.long),
+            logits_to_keep=self._arena.indices(rows),
             **arguments,
         )
         if attention.layers_seen != list(range(self.layout.num_layers)):
@@ -104,33 +139,42 @@ class TransformersEngine:
 def load_engine(
     checkpoint: Checkpoint,
     *,
-    arena_buffer: memoryview,
+    arena_buffer: memoryview | Tensor,
     shape: ArenaShape,
     num_threads: int = 1,
+    card: CardStream | None = None,
 ) -> TransformersEngine:
     """Load the weights and return an engine that has proven itself against the library's own attention.
 
-    Raises CheckpointError when transformers lacks the architecture, weights are missing, the model does not go through
-    the attention interface in every layer, or its logits differ from those of the library's eager attention.
+    `arena_buffer`: the bytes of an arena of `shape`, nobody's yet: memory, or a tensor on the `card`.
+
+    Raises CheckpointError when transformers lacks the architecture, weights are missing or have no room, the model does
+    not go through the attention interface in every layer, or its logits differ from those of the library's eager
+    attention.
     """
-    layout = shape.layout
-    dtype = layout.dtype
     arena = KVTensors(shape, arena_buffer)
     torch.set_num_threads(num_threads)
-    model = load_model(checkpoint, dtype)
-    check_model(model, checkpoint, layout)
-    return TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=num_threads)
+    with nullcontext() if card is None else card.active():
+        model = _moved(load_model(checkpoint, shape.layout.dtype), checkpoint, arena.device)
+        engine_over = partial(
+            TransformersEngine, model, vocab_size=checkpoint.vocab_size, num_threads=num_threads, card=card
+        )
+        small = check_shape(shape.layout)
+        memory = torch.zeros(small.num_bytes, dtype=torch.uint8, device=arena.device)
+        check_logits(engine_over(KVTensors(small, memory)), model, checkpoint)  # also ends the first call's latency
+    return engine_over(arena)
 
 
-def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout) -> None:
-    """Compare the paged, chunked logits of a few tokens with the library's own. Also removes first-call latency.
-
-    Raises CheckpointError. Uses a small arena of its own.
-    """
-    shape = check_shape(layout)
-    arena = KVTensors(shape, memoryview(bytearray(shape.num_bytes)))
-    engine = TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=torch.get_num_threads())
-    check_logits(engine, model, checkpoint)
+def _moved(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
+    """Move the weights to the device. Raises CheckpointError when there is no room."""
+    try:
+        return cast(PreTrainedModel, cast(Any, model).to(device))
+    except torch.OutOfMemoryError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise CheckpointError(
+            f"{checkpoint.name} does not fit on {torch.cuda.get_device_name(device)}, which has "
+            f"{free / (1 << 30):.1f} GiB left beside the KV: take less for it (--kv-mib), or a smaller model"
+        ) from error
 
 
 def check_shape(layout: KVLayout) -> ArenaShape:
@@ -138,18 +182,8 @@ def check_shape(layout: KVLayout) -> ArenaShape:
     return uniform_shape(layout, num_blocks_for(sum(CHECK_CHUNKS), layout.block_size))
 
 
-class ComputesLogits(Protocol):
-    """What is checked of an engine, on whatever device."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-    def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
-        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
-        ...
-
-
-def check_logits(engine: ComputesLogits, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Compare an engine's logits of a few tokens, in the first blocks of its arena, with those of the library.
+def check_logits(engine: TransformersEngine, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Compare an engine's paged, chunked logits of a few tokens, in the first blocks of its arena, with the library's.
 
     Raises CheckpointError.
     """

@@ -2,18 +2,20 @@
 
 A step is a flat ragged batch: the tokens of all its items in one row. Per layer the new keys and values go into the
 arena, the layer listeners hear of it (a transfer overlaps with the attention), and each item attends over its own
-slots, read in place where they are contiguous. No mask is built: a prefill chunk is causal attention over itself
-merged with unmasked attention over its past, through their log-sum-exps (Milakov and Gimelshein, Online normalizer
-calculation for softmax, 2018). Only sliding-window layers past their window take a mask.
+slots, read in place where they are contiguous, gathered where they are not. Attention is PyTorch's own. On the
+CPU only sliding-window layers past their window take a mask: a prefill chunk is causal attention over itself merged
+with unmasked attention over its past, through their log-sum-exps (Milakov and Gimelshein, Online normalizer
+calculation for softmax, 2018), which a mask would slow down by 5 to 30 %.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape, KVLayout, SlotSpan, slot_spans
 from services.engine.interface import StepItem
@@ -38,17 +40,6 @@ What scaled_dot_product_attention itself calls on the CPU; only here does it tel
 
 class UnsupportedAttentionError(TypeError):
     """The model asks its attention for something that this function would compute wrongly."""
-
-
-class AttendsStep(Protocol):
-    """The attention of one step, on whatever device."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return `[rows, heads, dim]` for q `[heads, rows, dim]` and k, v `[kv_heads, rows, dim]`.
-
-        `window`: a query sees that many tokens, itself included; None: all before it.
-        """
-        ...
 
 
 class KVTensors:
@@ -78,8 +69,13 @@ class KVTensors:
         self.layout = layout
         self.dtype = dtype
         self.num_blocks = min(shape.num_blocks)
+        self.device = flat.device
         self.keys = [view(layer, KEY) for layer in range(layout.num_layers)]
         self.values = [view(layer, VALUE) for layer in range(layout.num_layers)]
+
+    def indices(self, numbers: Seq[int]) -> Tensor:
+        """Return rows, slots, tokens or positions where the arena is."""
+        return torch.tensor(numbers, dtype=torch.long).to(self.device)
 
 
 class _ItemPlan:
@@ -104,10 +100,14 @@ class _ItemPlan:
 
 
 class StepAttention:
-    """The attention of one step. `attend` is called once per layer with q, k and v of the flat batch."""
+    """The attention of one step. `attend` is called once per layer with q, k and v of the flat batch.
 
-    def __init__(self, arena: KVTensors, items: Seq[StepItem]) -> None:
+    `mark`: makes a mark behind what was written so far, where that is only under way (on a card).
+    """
+
+    def __init__(self, arena: KVTensors, items: Seq[StepItem], mark: Callable[[], int] | None = None) -> None:
         self.arena = arena
+        self._mark = mark
         self.layers_seen: list[int] = []
         self._plans: list[_ItemPlan] = []
         self.num_rows = 0
@@ -116,9 +116,9 @@ class StepAttention:
             self.num_rows += item.num_tokens
         self._chunks = [plan for plan in self._plans if plan.num_tokens > 1]
         singles = [plan for plan in self._plans if plan.num_tokens == 1]
-        self._single_rows = torch.tensor([plan.first_row for plan in singles], dtype=torch.long)
+        self._single_rows = arena.indices([plan.first_row for plan in singles])
         self._single_slots = [
-            torch.tensor([plan.new_spans[group][0].first_slot for plan in singles], dtype=torch.long)
+            arena.indices([plan.new_spans[group][0].first_slot for plan in singles])
             for group in range(len(arena.layout.groups))
         ]
         self._masks: dict[tuple[int, int, int], Tensor] = {}
@@ -131,9 +131,7 @@ class StepAttention:
         check_layer(self.arena, self.num_rows, layer, (query, key, value), window)
         self.layers_seen.append(layer)
         self._write(layer, key.transpose(0, 1), value.transpose(0, 1))
-        for plan in self._plans:
-            if (listener := plan.item.sequence.layer_listener) is not None:
-                listener.advance(layer, plan.end)
+        self._announce(layer)
         if len(self._plans) == 1 and self.num_rows > 1:
             return self._attend_item(self._plans[0], layer, query, scale, window)
         output = query.new_empty((self.num_rows, *query.shape[::2]))
@@ -160,6 +158,14 @@ class StepAttention:
             keys.index_copy_(0, single_slots, key[self._single_rows])
             values.index_copy_(0, single_slots, value[self._single_rows])
 
+    def _announce(self, layer: int) -> None:
+        """Tell the layer listeners that their tokens' keys and values are written, or will be by a mark."""
+        told = [(plan.item.sequence.layer_listener, plan.end) for plan in self._plans]
+        mark = self._mark() if self._mark and any(listener for listener, _ in told) else 0
+        for listener, end in told:
+            if listener is not None:
+                listener.advance(layer, end, mark)
+
     def _attend_item(self, plan: _ItemPlan, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return `[n, heads, dim]` for an item's q `[heads, n, dim]`."""
         group = self.arena.layout.group_of_layer[layer]
@@ -169,14 +175,29 @@ class StepAttention:
             spans = _skip(spans, first - first_seen)
         key, value = _read(self.arena.keys[layer], spans), _read(self.arena.values[layer], spans)
         if plan.num_tokens == 1:
-            if len(spans) == 1 and key.nbytes in WARMED_BYTES:
+            if len(spans) == 1 and key.nbytes in WARMED_BYTES and key.device.type == "cpu":
                 _ = key.amax(), value.amax()
             # A group's heads take the place of queries, so that its keys and values are read once for all of them.
             grouped = query.view(1, key.shape[1], -1, query.shape[2])
-            return _flash(grouped, key, value, scale=scale)[0].reshape(1, *query.shape[::2])
+            return _attend(grouped, key, value, scale=scale).reshape(1, *query.shape[::2])
         if window is not None and plan.end > window:
             return self._attend_window(plan, query[None], key, value, scale, window)
-        return _attend_chunk(query[None], key, value, scale)[0].transpose(0, 1)
+        return self._attend_chunk(query[None], key, value, scale)[0].transpose(0, 1)
+
+    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Return causal attention `[1, heads, n, dim]` of queries that are the last n of the keys' m tokens."""
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        num_past = num_keys - num_queries
+        if num_past == 0:
+            return _attend(query, key, value, is_causal=True, scale=scale)
+        if query.device.type != "cpu":
+            mask = self._mask(num_queries, num_past, num_keys).to(query.dtype)
+            return _attend(query, key, value, attn_mask=mask, scale=scale)
+        past, past_sum = _flash(query, key[:, :, :num_past], value[:, :, :num_past], scale=scale)
+        own, own_sum = _flash(query, key[:, :, num_past:], value[:, :, num_past:], is_causal=True, scale=scale)
+        # e^a / (e^a + e^b) = sigmoid(a - b): the past's share of the softmax's denominator.
+        share = torch.sigmoid(past_sum - own_sum).to(own.dtype)
+        return torch.lerp(own, past, share[..., None])
 
     def _attend_window(
         self, plan: _ItemPlan, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
@@ -190,18 +211,17 @@ class StepAttention:
             mask = self._mask(end - start, start - first, window).to(query.dtype)
             keys = slice(first - first_key, end - first_key)
             rows = slice(start - plan.start, end - plan.start)
-            outputs.append(
-                _flash(query[:, :, rows], key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scale)[0]
-            )
+            outputs.append(_attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scale))
         return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
     def _mask(self, num_queries: int, num_past: int, window: int) -> Tensor:
         """Return the additive mask of queries that follow `num_past` keys: built once a step, used by every layer."""
         mask = self._masks.get((num_queries, num_past, window))
         if mask is None:
-            distance = torch.arange(num_queries)[:, None] + num_past - torch.arange(num_past + num_queries)
+            queries = torch.arange(num_queries, device=self.arena.device)[:, None]
+            distance = queries + num_past - torch.arange(num_past + num_queries, device=self.arena.device)
             seen = (distance >= 0) & (distance < window)
-            mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros(seen.shape, device=self.arena.device).masked_fill_(~seen, float("-inf"))
             self._masks[num_queries, num_past, window] = mask
         return mask
 
@@ -225,16 +245,11 @@ def check_layer(
         raise UnsupportedAttentionError(f"layer {layer} has queries {tuple(query.shape)} for keys {shape}")
 
 
-def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Return causal attention `[1, heads, n, dim]` of queries that are the last n of the keys' m tokens."""
-    num_past = key.shape[2] - query.shape[2]
-    if num_past == 0:
-        return _flash(query, key, value, is_causal=True, scale=scale)[0]
-    past, past_sum = _flash(query, key[:, :, :num_past], value[:, :, :num_past], scale=scale)
-    own, own_sum = _flash(query, key[:, :, num_past:], value[:, :, num_past:], is_causal=True, scale=scale)
-    # e^a / (e^a + e^b) = sigmoid(a - b): the past's share of the softmax's denominator.
-    share = torch.sigmoid(past_sum - own_sum).to(own.dtype)
-    return torch.lerp(own, past, share[..., None])
+def _attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    """Return attention `[b, heads, n, dim]`, by PyTorch's kernel for the device."""
+    if query.device.type == "cpu":
+        return _flash(query, key, value, **how)[0]
+    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how)
 
 
 def _skip(spans: Seq[SlotSpan], num_tokens: int) -> list[SlotSpan]:
@@ -262,7 +277,7 @@ def paged_attention(
 
     Refuses, rather than ignores, every argument that it does not know. Raises UnsupportedAttentionError.
     """
-    step: AttendsStep | None = arguments.pop(STEP_ARGUMENT, None)
+    step: StepAttention | None = arguments.pop(STEP_ARGUMENT, None)
     scaling: float | None = arguments.pop("scaling", None)
     window: int | None = arguments.pop("sliding_window", None)
     dropout: float = arguments.pop("dropout", 0.0)

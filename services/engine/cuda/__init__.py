@@ -1,1 +1,0 @@
-"""The engine on a graphics card. Optional: imported only where one was asked for."""
