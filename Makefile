@@ -87,7 +87,7 @@ endif
 	$(PIP) -e .
 	@touch $@
 
-# What tests and checks need besides: NVRTC, node for pyright.
+# What tests and checks need besides: CuPy, node for pyright.
 dev: $(DEV_STAMP)
 
 $(DEV_STAMP): $(STAMP)

@@ -14,13 +14,6 @@ from schemas.numbers import Count, Ns, Number
 from schemas.request import AttemptEnd, FinishReason
 
 
-class PairOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a holder and one reader make a communicator with (NCCL), once. `generation`: higher for a later offer."""
-
-    unique_id: bytes
-    generation: Number
-
-
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where a holder serves reads. Only ever made by the holder itself, which says it when it joins; what is read
     later is read there."""
@@ -36,13 +29,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     arena_nonce: str = ""
     """Random text that stands in that memory: proves to the reader that it opened the right one. It comes with an offer
     or a lease, and nobody else hears it."""
-    pair: PairOffer | None = None
-    """For one reader: as above."""
 
     @property
     def told(self) -> "Endpoint":
         """What everybody may hear of it."""
-        return msgspec.structs.replace(self, arena_nonce="", pair=None)
+        return msgspec.structs.replace(self, arena_nonce="")
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
@@ -72,7 +63,6 @@ class KVOffered(HandoffMessage, frozen=True, kw_only=True):
     fingerprint: str
     num_tokens: Number
     arena_nonce: str = ""
-    pair: PairOffer | None = None
 
 
 class KVStreaming(HandoffMessage, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 import enum
 
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
-from schemas.handoff import PairOffer
 from schemas.ids import LeaseId, WorkerId, is_subject_token, is_tenant
 from schemas.message import Message, RequestMessage
 from schemas.numbers import Number
@@ -122,7 +121,6 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     first_token: Number
     num_tokens: Number
     arena_nonce: str = ""
-    pair: PairOffer | None = None
     more_comes: bool = False
 
 

@@ -34,8 +34,6 @@ OTLP_TIMEOUT_S = 5.0
 """So long it is tried again to send some spans, by default: then it is said that they are lost."""
 MIN_SECRET_CHARS = 16
 """A shorter secret can be guessed."""
-MIN_STAGING_BYTES = 32 * 1024 * 1024
-"""Room for a few frames at once (`dataplane.cards.staging_ring`)."""
 
 
 def check_device(device: str) -> str:
@@ -176,8 +174,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     those out over its workers."""
     device: str = "auto"
     """Where the model runs and its KV lies: cpu, cuda (the first card), cuda:N, or auto (a card if there is one)."""
-    staging_bytes: int = 64 * 1024 * 1024
-    """Of a worker on a card: the page-locked host memory through which KV passes on its way to `shm` and `tcp`."""
     carrier: Carrier = "auto"
     plane_host: str = "127.0.0.1"
     """Where the data plane listens."""
@@ -205,8 +201,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        if self.staging_bytes < MIN_STAGING_BYTES:
-            raise ValueError(f"staging_bytes are {MIN_STAGING_BYTES} or more, not {self.staging_bytes}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

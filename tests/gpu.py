@@ -4,16 +4,16 @@ import functools
 
 import pytest
 
-from dataplane.cards.cuda.cuda_driver import CudaDevice, count_devices, find_device
-from dataplane.cards.device import DeviceError
+from dataplane.cards.card import CardError
+from dataplane.cards.cupy_card import CupyCard, count_cards
 
 
 @functools.cache
 def why_no_card() -> str:
     """Say why no card can be used here; empty: one can."""
     try:
-        return "" if count_devices() else "there is none"
-    except DeviceError as error:
+        return "" if count_cards() else "there is none"
+    except CardError as error:
         return str(error)
 
 
@@ -26,6 +26,6 @@ GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(bool(why_no_card()), reason=f"n
 """The same for `pytest.param(..., marks=GPU_MARKS)`."""
 
 
-def card(index: int = 0) -> CudaDevice:
-    """Return a card, to be closed."""
-    return find_device(index)
+def card(index: int = 0) -> CupyCard:
+    """Return a card."""
+    return CupyCard(index)

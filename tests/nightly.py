@@ -64,13 +64,10 @@ PARTS = (
     ),
     Part("kills", 10, "every fault's scenario on real processes", files=("tests/mesh/attack", "tests/mesh/faults")),
     Part(
-        "cards", 8, "cards' stand-ins",
+        "cards", 3, "cards' stand-ins",
         files=(
             "tests/engine/test_cuda.py", "tests/engine/test_fake_card.py", "tests/mesh/test_cards.py",
-            "tests/mesh/test_gpu.py", "tests/plane/test_cuda_device.py", "tests/plane/test_cuda_kernel.py",
-            "tests/plane/test_device.py", "tests/plane/test_device_arena.py", "tests/plane/test_fake_device.py",
-            "tests/plane/test_nccl.py", "tests/plane/test_pair.py", "tests/plane/test_pair_core.py",
-            "tests/plane/test_sanitizer.py", "tests/plane/test_staged.py",
+            "tests/mesh/test_gpu.py", "tests/plane/test_card.py",
         ),
     ),
     Part(

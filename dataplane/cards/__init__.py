@@ -1,1 +1,1 @@
-"""KV on graphics cards. Optional: nothing outside knows more of it than its one factory."""
+"""KV on graphics cards, by CuPy. Optional: nothing outside knows more of it than `make_card_arena` in `factory.py`."""

@@ -1,13 +1,12 @@
 """How bytes cross between arenas in host memory: shared memory, TCP, and inside one process.
 
-To add a carrier:
+A carrier is three functions: `describe` says at the holder what a reader must know of its memory, `send` sends a frame,
+`take` takes it in (`carrier.py`). Planning frames, checking and committing them, leases and failures are not a
+carrier's. To add one:
 
-1. Write its two ends, the protocols `HolderCarrier` and `ReaderCarrier` (`carrier.py`), in a module with its `NAME`.
-   Planning frames, checking and committing them, leases and failures are not a carrier's: it moves a frame's bytes and
-   says what their digest was at its end.
-2. The arena at each end creates them: for host memory in `host.py`, where `HostHolderSide.carrier` and
-   `HostApproach.end` make the ends, `HostPlace` says how good it is and when it leads there, and `HostArena.offered`
-   says whether "auto" offers it; for memory of another kind in a `KVArena` (`kv_arena.py`) of that kind.
+1. Write its two ends, `HolderEnd` and `ReaderEnd`, in a module with its `NAME`.
+2. Let the arenas that it leads between make them: `HostArena` in `host.py`, or one of another kind of memory.
+   `leads_from` says when it leads there, `offered` whether "auto" offers it.
 3. If its bytes follow their headers on the wire, see where the ends ask for `tcp.NAME`: whether a connection reads
    ahead (`ends/reader.py`), and whether KV may be compressed (`ends/read.py`, `ends/sender.py`).
 4. Name it in `Carrier` in `services/config.py`, so that it can be asked for.

@@ -1,19 +1,21 @@
-"""The two ends of a carrier, as a holder's stream and a read use them, and what may go wrong with one."""
+"""What the plane asks of memory that holds KV, and of a carrier that leads from one such memory to another."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
-from dataplane.protocol.stream import Digest, Header, TransferStats
+from dataplane.blocks.layout import ArenaShape
+from dataplane.memory.arena import ByteArray
+from dataplane.memory.checksum import FrameHash
+from dataplane.memory.extent import Extent
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.stream import Accepted, Header, Names, Open, TransferStats
 from dataplane.protocol.wire import Wire
+from schemas.handoff import Endpoint
+from schemas.ids import WorkerId
 
-
-class Access(NamedTuple):
-    """How a reader that copies for itself finds a frame, as the holder's `Accepted` says it: by the block tables in the
-    holder's arena (`by_tables`), or packed, `at` an offset of its shared memory (`staged`). `names`: by which another
-    process opens that arena, where its shared memory is not what it lies in; the carrier's own."""
-
-    by_tables: bool = False
-    staged: bool = False
-    names: dict[str, object] | None = None
+AUTO = "auto"
+"""Not a carrier's name: the best that leads there."""
 
 
 class CarrierBrokenError(Exception):
@@ -25,10 +27,6 @@ class CarrierBrokenError(Exception):
         self.reason = reason
 
 
-class HeldUpError(Exception):
-    """The oldest frame cannot go before the reader's Ack of an earlier one: what that one holds is needed for it."""
-
-
 class MemoryFailedError(Exception):
     """What this end's KV lies in, or what moves it, has failed."""
 
@@ -36,42 +34,24 @@ class MemoryFailedError(Exception):
     """What a read had begun is not known to have ended: it may still write to the arena."""
 
 
-class BeginsAhead(Protocol):
-    """What a holder's carrier has that works on a frame before the frame is sent. `max_begun`: on so many at once."""
+class HolderEnd(Protocol):
+    """A carrier's end at the holder, for one stream and one thread. `names`: what its reader needs to find the holder's
+    memory (`Accepted`).
 
-    @property
-    def max_begun(self) -> int: ...
-
-    def begin(self, data: Header, mark: int) -> None:
-        """Start on the frame, which is in the arena once the arena's `mark` is reached (0: it is). Does not wait for
-        that. Raises MemoryFailedError."""
-        ...
-
-
-class HolderCarrier(Protocol):
-    """How a frame's bytes cross, at the holder's end. For one thread.
-
-    `needs_ack`: the reader copies from the holder's memory. `ahead`: is told of each frame before it is sent; None: a
-    frame that is announced is there, and nothing is to be done before. All but `close` may raise MemoryFailedError.
+    `needs_ack`: the reader copies from the holder's memory, and a frame has left it once the reader says so.
     """
 
     @property
     def needs_ack(self) -> bool: ...
     @property
-    def access(self) -> Access: ...
-    @property
     def frame_bytes(self) -> int: ...
     @property
-    def ahead(self) -> BeginsAhead | None: ...
+    def names(self) -> Names | None: ...
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
-        """Send `head` and the oldest frame that was not sent yet; return its digest. Without `needs_ack` its bytes have
-        then left the arena. Raises WireClosedError, WireTimeoutError, KVNotFiniteError, and HeldUpError: nothing was
-        sent, and it may be tried again once an Ack has come."""
-        ...
-
-    def acked(self, sequence: int) -> None:
-        """The reader has finished with all frames up to this one."""
+    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
+        """Send `head`, the frame's header, and its bytes where they cross the wire; return the frame's digest. Without
+        `needs_ack` its bytes have then left the arena. Raises WireClosedError, WireTimeoutError, MemoryFailedError, and
+        KVNotFiniteError, before anything is sent."""
         ...
 
     def close(self) -> None:
@@ -79,29 +59,89 @@ class HolderCarrier(Protocol):
         ...
 
 
-class ReaderCarrier(Protocol):
-    """How a frame's bytes cross, at the reader's end. For one thread. All but `close` may raise MemoryFailedError."""
+class ReaderEnd(Protocol):
+    """A carrier's end at the reader, for one stream and one thread. `needs_ack`: as above."""
 
     @property
     def needs_ack(self) -> bool: ...
 
-    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
-        """Put the frame in place, or begin to; return its digest. Raises WireClosedError, WireTimeoutError,
-        ProtocolError."""
-        ...
-
-    def finished(self) -> int:
-        """Return up to which frame the holder's memory is not needed any more."""
-        ...
-
-    def wait_finished(self, deadline: float) -> int:
-        """Return the same once there is one more, of those that have landed. Raises WireTimeoutError."""
-        ...
-
-    def finish(self, deadline: float) -> None:
-        """Wait until all that has landed is in place. Raises WireTimeoutError."""
+    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+        """Put the frame in place; return the digest of what arrived. Raises WireClosedError, WireTimeoutError,
+        ProtocolError, MemoryFailedError."""
         ...
 
     def close(self) -> None:
         """Give back what is held, however the read has ended: from here on nothing writes to the arena."""
+        ...
+
+
+class KVArena(Protocol):
+    """Memory that holds a worker's KV, and the ends of the carriers from and to it. Thread-safe.
+
+    `nonce`: of this memory alone. `host_array`: the same, where the host itself can read it. `carriers`: those that
+    can lead here, best first.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nonce(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def host_array(self) -> ByteArray | None: ...
+    @property
+    def carriers(self) -> tuple[str, ...]: ...
+
+    # As a holder.
+
+    def offered(self, wanted: str) -> tuple[str, ...]:
+        """Return what a holder with this memory offers, best first: the carrier wanted, or under "auto" all."""
+        ...
+
+    def describe(self, endpoint: Endpoint) -> Endpoint:
+        """Return the endpoint with what is to be said of this memory."""
+        ...
+
+    def wait_written(self, mark: int, has_ended: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until what was put in line before an engine's `mark` is written; say whether it is. Returns early when
+        `has_ended`. Raises MemoryFailedError."""
+        ...
+
+    def holder_end(
+        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, frame_hash: FrameHash
+    ) -> HolderEnd:
+        """Return this end of the carrier that a reader wants. Raises CarrierBrokenError when it cannot be had here."""
+        ...
+
+    # As a reader.
+
+    def leads_from(self, carrier: str, endpoint: Endpoint) -> str | None:
+        """Say, for people, why this carrier leads here from that holder; None: it does not."""
+        ...
+
+    def opening(self, carrier: str, endpoint: Endpoint, deadline: float) -> AbstractContextManager[Names | None]:
+        """Return what an Open over this carrier tells the holder, for as long as the read takes. Raises
+        CarrierBrokenError, WireTimeoutError."""
+        ...
+
+    def reader_end(
+        self,
+        endpoint: Endpoint,
+        accepted: Accepted,
+        shape: ArenaShape,
+        target: SequenceRuns,
+        extent: Extent,
+        frame_hash: FrameHash,
+    ) -> ReaderEnd:
+        """Return this end of the carrier that the holder has accepted. `shape`: this arena's. Raises ArenaMissingError,
+        ProtocolError, CarrierBrokenError."""
+        ...
+
+    def release_ended(self) -> None:
+        """Let go of what is kept of holders that have ended. To be called now and then; may take its time."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back, and all that is kept of holders. Idempotent."""
         ...

@@ -1,27 +1,35 @@
-"""An arena in host memory behind the plane: `loopback` inside one process, `shm` on one host, `tcp` between hosts."""
+"""An arena in host memory: `loopback` inside one process, `shm` on one host, `tcp` between hosts."""
 
+import contextlib
+import mmap
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.carrier import CarrierBrokenError, HolderCarrier, ReaderCarrier
-from dataplane.carriers.kv_arena import AUTO, PairListener, ReadAsked
-from dataplane.carriers.shm import AttachedArenas, FrameSource, SharedHolder, SharedReader, holder_frames
+from dataplane.carriers.carrier import AUTO, CarrierBrokenError, HolderEnd, ReaderEnd
+from dataplane.carriers.shm import SharedHolder, SharedReader, holder_memory
 from dataplane.carriers.tcp import TcpHolder, TcpReader
-from dataplane.memory.arena import Arena, ArenaMissingError, ByteArray
-from dataplane.memory.checksum import DigestKind, FrameHash
+from dataplane.memory.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import Accepted, Open
+from dataplane.protocol.stream import Accepted, Names, Open
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 
 
 class HostArena(Arena):
-    """An arena in host memory that is served and read into."""
+    """An arena in host memory that is served and read into (`KVArena`)."""
+
+    carriers = (loopback.NAME, shm.NAME, tcp.NAME)
+
+    def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned: bool) -> None:
+        super().__init__(name, nonce, mapping, owned=owned)
+        self._attached = AttachedArenas()
 
     @property
     def host_array(self) -> ByteArray:
@@ -31,31 +39,19 @@ class HostArena(Arena):
         """Return what a holder offers. `loopback` is for who asks for it: a mesh has a process for each worker."""
         return (shm.NAME, tcp.NAME) if wanted == AUTO else (wanted,)
 
-    def as_holder(self, carriers: tuple[str, ...]) -> "HostHolderSide":
-        return HostHolderSide(self)
-
-    def as_reader(self, shape: ArenaShape) -> "HostReaderSide":
-        return HostReaderSide(self, shape)
-
-
-class HostHolderSide:
-    """Makes the holder's ends."""
-
-    digest_kind = None
-    """The host computes either."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def describe(self, endpoint: Endpoint, reader: WorkerId | None = None) -> Endpoint:
+    def describe(self, endpoint: Endpoint) -> Endpoint:
         """There is nothing more to say."""
         return endpoint
 
-    def carrier(
+    def wait_written(self, mark: int, has_ended: Callable[[], bool], timeout_s: float) -> bool:
+        """What an engine has told of is in host memory."""
+        return True
+
+    def holder_end(
         self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, frame_hash: FrameHash
-    ) -> HolderCarrier:
+    ) -> HolderEnd:
         """Return the holder's end of the carrier. Raises CarrierBrokenError."""
-        memory = SequenceMemory(self._arena.array, source)
+        memory = SequenceMemory(self.array, source)
         match wanted.carrier:
             case loopback.NAME | shm.NAME:
                 return SharedHolder(memory, frame_hash)
@@ -64,98 +60,93 @@ class HostHolderSide:
             case other:
                 raise CarrierBrokenError(other, "this holder's arena is in host memory")
 
-    def open_pair(self, reader: WorkerId, generation: int) -> PairListener:
-        """Raises CarrierBrokenError: over none of these carriers there are pairs."""
-        raise CarrierBrokenError("a pair", "this holder has no pairs")
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-@dataclass(slots=True, frozen=True)
-class HostPlace:
-    """`can_attach`: whether the endpoint's shared memory is on this host."""
-
-    can_attach: Callable[[Endpoint], bool]
-    carriers: tuple[str, ...] = (loopback.NAME, shm.NAME, tcp.NAME)
-
-    def reason(self, carrier: str, endpoint: Endpoint) -> str | None:
+    def leads_from(self, carrier: str, endpoint: Endpoint) -> str | None:
         """Say why a carrier leads here, if it does."""
+        detour = ", the holder's card staged through host memory" if endpoint.card else ""
         match carrier:
             case loopback.NAME:
-                server = loopback.find(endpoint.arena_nonce)
-                return "one process" if server is not None and isinstance(server.arena, Arena) else None
-            case shm.NAME if self.can_attach(endpoint):
-                return f"one host{_detour(endpoint)}"
+                return "one process" if loopback.array_of(endpoint.arena_nonce) is not None else None
+            case shm.NAME:
+                return "one host" if self._attached.can_attach(endpoint) else None
             case tcp.NAME if endpoint.port > 0:
-                return f"a network{_detour(endpoint)}"
+                return f"a network{detour}"
             case _:
                 return None
 
+    def opening(self, carrier: str, endpoint: Endpoint, deadline: float) -> AbstractContextManager[Names | None]:
+        """There is nothing to prepare."""
+        return contextlib.nullcontext()
 
-class HostReaderSide:
-    """Makes the reader's ends, and keeps the holders' arenas mapped that are on this host."""
+    def reader_end(
+        self,
+        endpoint: Endpoint,
+        accepted: Accepted,
+        shape: ArenaShape,
+        target: SequenceRuns,
+        extent: Extent,
+        frame_hash: FrameHash,
+    ) -> ReaderEnd:
+        """Return the reader's end. Raises ArenaMissingError, ProtocolError."""
+        memory = SequenceMemory(self.array, target)
+        if accepted.carrier == tcp.NAME:
+            return TcpReader(memory, extent, frame_hash)
+        array = self._holder_array(accepted.carrier, endpoint)
+        return SharedReader(holder_memory(array, accepted, shape, extent), memory, frame_hash)
 
-    digest_kind: DigestKind = "xxh3"
-
-    def __init__(self, arena: Arena, shape: ArenaShape) -> None:
-        self.arena = arena
-        self.shape = shape
-        self.attached = AttachedArenas()
-        self.place = HostPlace(self.attached.can_attach)
-
-    def approach(self, carrier: str, asked: ReadAsked) -> "HostApproach":
-        """Nothing is to be prepared."""
-        return HostApproach(self, carrier, asked)
+    def _holder_array(self, carrier: str, endpoint: Endpoint) -> ByteArray:
+        """Return the KV of the holder's arena. Raises ArenaMissingError."""
+        if carrier == shm.NAME:
+            return self._attached.attach(endpoint)
+        if (array := loopback.array_of(endpoint.arena_nonce)) is None:
+            raise ArenaMissingError(endpoint.arena, "the holder has closed")
+        return array
 
     def release_ended(self) -> None:
         """Let go of the arenas of holders that have ended."""
-        self.attached.release_unlinked()
+        self._attached.release_unlinked()
 
     def close(self) -> None:
-        """Unmap the holders' arenas."""
-        self.attached.close()
-
-    # What the simulator does in its own way.
-
-    def holder_memory(self, carrier: str, endpoint: Endpoint) -> ByteArray:
-        """Return the holder's arena. Raises ArenaMissingError."""
-        if carrier == shm.NAME:
-            return self.attached.attach(endpoint)
-        server = loopback.find(endpoint.arena_nonce)
-        if server is None or not isinstance(server.arena, Arena):
-            raise ArenaMissingError(endpoint.arena, "the holder has closed")
-        return server.arena.array
-
-    def shared_reader(self, source: FrameSource, target: SequenceMemory, frame_hash: FrameHash) -> ReaderCarrier:
-        """Return the end that copies from the holder's memory."""
-        return SharedReader(source, target, frame_hash)
+        """Unmap it, and the holders' arenas. Idempotent."""
+        self._attached.close()
+        super().close()
 
 
-class HostApproach:
-    """A read over one of these carriers."""
+class AttachedArenas:
+    """The holders' arenas that this process has mapped, kept: a mapping's first touch of each page is dear.
 
-    pair = None
-    frame_bytes = limits.MAX_FRAME_BYTES
+    Bounded. Thread-safe.
+    """
 
-    def __init__(self, side: HostReaderSide, carrier: str, asked: ReadAsked) -> None:
-        self._side = side
-        self._carrier = carrier
-        self._asked = asked
+    def __init__(self, max_attached: int = limits.MAX_ATTACHED) -> None:
+        self._max_attached = max_attached
+        self._lock = threading.Lock()
+        self._arenas: dict[tuple[str, str], Arena] = {}
 
-    def end(self, accepted: Accepted, extent: Extent, frame_hash: FrameHash) -> ReaderCarrier:
-        """Return the reader's end. Raises ArenaMissingError, ProtocolError."""
-        side, asked = self._side, self._asked
-        target = SequenceMemory(side.arena.array, asked.target)
-        if self._carrier == tcp.NAME:
-            return TcpReader(target, extent, frame_hash)
-        array = side.holder_memory(self._carrier, asked.endpoint)
-        return side.shared_reader(holder_frames(array, accepted, side.shape, extent), target, frame_hash)
+    def attach(self, endpoint: Endpoint) -> ByteArray:
+        """Return the KV of the endpoint's arena, read-only. Raises ArenaMissingError."""
+        key = (endpoint.arena, endpoint.arena_nonce)
+        with self._lock:
+            arena = self._arenas.pop(key, None) or Arena.attach(*key)
+            self._arenas[key] = arena  # the one used last is at the end
+            while len(self._arenas) > self._max_attached:
+                self._arenas.pop(next(iter(self._arenas))).close()
+            return arena.array
+
+    def release_unlinked(self) -> None:
+        """Let go of the arenas whose owners have ended: what is mapped here, nobody else can have."""
+        with self._lock:
+            for gone in [key for key in self._arenas if not (SHM_DIR / key[0]).exists()]:
+                self._arenas.pop(gone).close()
+
+    def can_attach(self, endpoint: Endpoint) -> bool:
+        """Say whether the endpoint's arena is on this host."""
+        with contextlib.suppress(ArenaMissingError):
+            self.attach(endpoint)
+            return True
+        return False
 
     def close(self) -> None:
-        """Nothing is held."""
-
-
-def _detour(endpoint: Endpoint) -> str:
-    """Say which end's KV makes a stop in host memory on its way, if one's does."""
-    return ", the holder's card staged through host memory" if endpoint.card else ""
+        """Unmap all. Copies that run keep what they use."""
+        with self._lock:
+            while self._arenas:
+                self._arenas.popitem()[1].close()

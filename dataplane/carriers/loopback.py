@@ -3,7 +3,8 @@
 import threading
 from typing import Protocol
 
-from dataplane.carriers.kv_arena import KVArena
+from dataplane.carriers.carrier import KVArena
+from dataplane.memory.arena import ByteArray
 from dataplane.protocol.wire import Wire
 
 NAME = "loopback"
@@ -39,3 +40,9 @@ def find(arena_nonce: str) -> LocalServer | None:
     """Return the server of this process that serves this arena."""
     with _lock:
         return _servers.get(arena_nonce)
+
+
+def array_of(arena_nonce: str) -> ByteArray | None:
+    """Return the KV of that arena, if it is in host memory."""
+    server = find(arena_nonce)
+    return None if server is None else server.arena.host_array

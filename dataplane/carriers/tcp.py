@@ -7,14 +7,13 @@ what is compressed, go through a staging buffer.
 import time
 
 from dataplane import limits
-from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash, Hasher
 from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
-from dataplane.memory.frames import FrameRows, Rows, SequenceMemory, Staging, gather, packed_rows, scatter
-from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, check_no_place, encode_header
+from dataplane.memory.frames import FrameRows, Memory, Rows, Staging, gather, packed_rows, scatter
+from dataplane.protocol.stream import Header, ProtocolError, TransferStats, encode_header
 from dataplane.protocol.wire import Wire
 
 NAME = "tcp"
@@ -26,11 +25,10 @@ class TcpHolder:
     """Sends frames. When `send` returns the bytes have left the arena: there is no Ack to wait for."""
 
     needs_ack = False
-    access = Access()
     frame_bytes = limits.TCP_FRAME_BYTES
-    ahead = None
+    names = None
 
-    def __init__(self, source: SequenceMemory, extent: Extent, frame_hash: FrameHash) -> None:
+    def __init__(self, source: Memory, extent: Extent, frame_hash: FrameHash) -> None:
         self._source = source
         self._extent = extent
         self._hash = frame_hash
@@ -38,21 +36,18 @@ class TcpHolder:
         self._rows = Staging()
         self._ciphertext = Staging()
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
+    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and
         KVNotFiniteError, before anything is sent."""
-        payload, data = encrypted(self._load(data, stats), data, self._hash, self._ciphertext, stats)
+        payload, data = self._encrypted(self._load(data, stats), data, stats)
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data), *payload.pieces()], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
-        digest = data.tag or frames.digest(payload, stats, self._hash.new(data.sequence))
-        return lambda: digest
-
-    def acked(self, sequence: int) -> None:
-        """There are no Acks."""
+        return data.tag or frames.digest(payload, stats, self._hash.new(data.sequence))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Give back what frames were staged in, where that is anybody's."""
+        self._source.close()
 
     def _load(self, data: Header, stats: TransferStats) -> FrameRows:
         """Return the frame's bytes as they cross; the next call may void them. Raises KVNotFiniteError."""
@@ -68,6 +63,16 @@ class TcpHolder:
             self._pack(codec, data, rows, payload)
             stats.codec_ns += time.perf_counter_ns() - started
         return packed_rows(payload, data.length)
+
+    def _encrypted(self, payload: FrameRows, data: Header, stats: TransferStats) -> tuple[FrameRows, Header]:
+        """Return what crosses for these bytes, and its header: encrypted if that is wanted."""
+        if not self._hash.encrypts:
+            return payload, data
+        started = time.perf_counter_ns()
+        target = self._ciphertext.take(data.length)
+        tag = self._hash.encrypted(data.sequence, payload.pieces(), target)
+        stats.verify_ns += time.perf_counter_ns() - started
+        return packed_rows(target, data.length), data._replace(tag=tag)
 
     def _pack(self, codec: BlockCodec, data: Header, rows: FrameRows, payload: ByteArray) -> None:
         parts = _parts_in_place(rows)
@@ -85,25 +90,25 @@ class TcpReader:
 
     needs_ack = False
 
-    def __init__(self, target: SequenceMemory, extent: Extent, frame_hash: FrameHash) -> None:
+    def __init__(self, target: Memory, extent: Extent, frame_hash: FrameHash) -> None:
         self._target = target
         self._extent = extent
         self._hash = frame_hash
         self._staging = Staging()
         self._rows = Staging()
 
-    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
+    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Put the frame's bytes in place and return the digest of what came. Raises WireClosedError, WireTimeoutError,
         and ProtocolError when it cannot be unpacked."""
-        check_no_place(data)
         rows, codec = self._target.rows(data), self._extent.codec
         hasher = self._hash.opening(data.sequence, data.tag)
         if codec is None and rows.is_contiguous:
             for target in rows.pieces():
-                receive(wire, target, hasher, stats, deadline)
-            return _digest_of(hasher)
+                _receive(wire, target, hasher, stats, deadline)
+            self._target.written(data)
+            return 0 if hasher is None else hasher.intdigest()
         payload = self._staging.take(data.length)
-        receive(wire, payload, hasher, stats, deadline)
+        _receive(wire, payload, hasher, stats, deadline)
         started = time.perf_counter_ns()
         if codec is None:
             scatter(payload, rows)
@@ -111,21 +116,12 @@ class TcpReader:
         else:
             self._unpack(codec, data, payload, rows)
             stats.codec_ns += time.perf_counter_ns() - started
-        return _digest_of(hasher)
-
-    def finished(self) -> int:
-        """There are no Acks."""
-        return 0
-
-    def wait_finished(self, deadline: float) -> int:
-        """There are no Acks."""
-        return 0
-
-    def finish(self, deadline: float) -> None:
-        """All that has landed is in place already."""
+        self._target.written(data)
+        return 0 if hasher is None else hasher.intdigest()
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Wait for what is still on its way into the memory, if anything is."""
+        self._target.close()
 
     def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray, rows: FrameRows) -> None:
         parts = _parts_in_place(rows)
@@ -151,20 +147,7 @@ def _parts(packed: ByteArray, data: Header) -> list[Rows]:
     return list(packed.reshape(2 * data.num_layers, data.num_tokens, -1))
 
 
-def encrypted(
-    payload: FrameRows, data: Header, frame_hash: FrameHash, staging: Staging, stats: TransferStats
-) -> tuple[FrameRows, Header]:
-    """Return what crosses for these bytes, and its header: encrypted if that is wanted, until the next call."""
-    if not frame_hash.encrypts:
-        return payload, data
-    started = time.perf_counter_ns()
-    target = staging.take(data.length)
-    tag = frame_hash.encrypted(data.sequence, payload.pieces(), target)
-    stats.verify_ns += time.perf_counter_ns() - started
-    return packed_rows(target, data.length), data._replace(tag=tag)
-
-
-def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:
+def _receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:
     """Fill `target` from the wire and digest what comes. Raises WireClosedError, WireTimeoutError."""
     clock = time.perf_counter_ns
     started, verify_ns, view = clock(), 0, target.data
@@ -177,8 +160,3 @@ def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: Transfe
         view = view[received:]
     stats.verify_ns += verify_ns
     stats.copy_ns += clock() - started - verify_ns
-
-
-def _digest_of(hasher: Hasher | None) -> Digest:
-    value = 0 if hasher is None else hasher.intdigest()
-    return lambda: value

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dataplane import limits
-from dataplane.carriers.kv_arena import AUTO, ReaderPlace
+from dataplane.carriers.carrier import AUTO, KVArena
 from schemas.handoff import Endpoint
 
 
@@ -28,14 +28,14 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choices(wanted: str, endpoint: Endpoint, place: ReaderPlace) -> list[Choice]:
-    """Return the carriers that lead to this holder, best first: the one wanted, or under "auto" each.
+def choices(wanted: str, endpoint: Endpoint, arena: KVArena) -> list[Choice]:
+    """Return the carriers that lead from this holder to the arena, best first: the one wanted, or under "auto" each.
 
     Raises CarrierImpossibleError when there is none.
     """
     found: list[Choice] = []
-    for carrier in place.carriers if wanted == AUTO else (wanted,):
-        reason = place.reason(carrier, endpoint) if carrier in endpoint.carriers else None
+    for carrier in arena.carriers if wanted == AUTO else (wanted,):
+        reason = arena.leads_from(carrier, endpoint) if carrier in endpoint.carriers else None
         if reason is not None:
             found.append(Choice(carrier, reason if wanted == AUTO else f"{reason}; asked for"))
     if not found:

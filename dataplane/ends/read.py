@@ -1,7 +1,7 @@
 """The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early.
 
 A frame is verified in three steps, all of them on this read's thread: before a byte is written `Landing.expect` checks
-its header against what was asked for; the carrier's `land` puts it in place and returns the digest of what arrived; and
+its header against what was asked for; the carrier's `take` puts it in place and returns the digest of what arrived; and
 `Landing.commit` checks that the holder's Commit proves this header and this digest. It says too that the lease still
 held after the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in `protocol/stream.py`).
 """
@@ -15,10 +15,9 @@ from dataplane import limits
 from dataplane.blocks.layout import BlockTables
 from dataplane.blocks.ticket import TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
-from dataplane.carriers.carrier import CarrierBrokenError, ReaderCarrier
-from dataplane.carriers.kv_arena import Approach
+from dataplane.carriers.carrier import CarrierBrokenError, ReaderEnd
 from dataplane.ends.connections import Cancellation
-from dataplane.memory.checksum import DigestKind, FrameHash
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.content_tags import ExpectedContent
 from dataplane.memory.extent import Extent
@@ -26,10 +25,10 @@ from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (
     HEADER_BYTES,
     Accepted,
-    Digest,
     Header,
     Kind,
     Landing,
+    Names,
     Open,
     ProtocolError,
     Seal,
@@ -95,7 +94,6 @@ class Read:
         request: ReadRequest,
         extent: Extent,
         secrets: TicketSecrets,
-        digest_kind: DigestKind,
         cancellation: Cancellation,
         on_started: Callable[[str], None],
     ) -> None:
@@ -107,7 +105,6 @@ class Read:
         self.stats = request.stats
         self.stats.opened_ns = time.monotonic_ns()
         self._secrets = secrets
-        self._digest_kind: DigestKind = digest_kind
         self._on_started = on_started
         self._landing: Landing | None = None
         self._content_tags = b""
@@ -117,9 +114,9 @@ class Read:
         landed = self.request.first_token if self._landing is None else self._believed(self._landing.num_landed_tokens)
         return TransferFailedError(code, detail, landed)
 
-    def open(self, wire: Wire, carrier: str, approach: Approach, fingerprint: str) -> ReaderCarrier:
-        """Ask, and return this end of the carrier, as the holder's answer has it. Raises TransferFailedError when it
-        says no, or is not who has granted the lease."""
+    def open(self, wire: Wire, carrier: str, names: Names | None, fingerprint: str) -> tuple[Accepted, FrameHash]:
+        """Ask, and return the holder's answer, and with what its frames are digested. Raises TransferFailedError when
+        it says no, or is not who has granted the lease."""
         request = self.request
         if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
             self.extent = self.extent.over_wire(request.wire_dtype)
@@ -133,9 +130,7 @@ class Read:
             num_tokens=request.num_tokens,
             heads=self.extent.heads,
             wire_dtype=self.extent.wire_dtype,
-            digest_kind=self._digest_kind,
-            pair=approach.pair,
-            frame_bytes=approach.frame_bytes,
+            names=names,
             traceparent=self.stats.traceparent,
         )
         opening_frame = encode_frame(Kind.OPEN, opening)
@@ -162,7 +157,7 @@ class Read:
         self._content_tags = accepted.content_tags
         frame_hash = FrameHash(accepted.digest_kind, seal.frame_key)
         self._landing = Landing(self.extent, seal, is_encrypted=frame_hash.encrypts)
-        return approach.end(accepted, self.extent, frame_hash)
+        return accepted, frame_hash
 
     def _verified_seal(self, opening: bytes, nonce: str, header: Header, body: bytes) -> Seal:
         """Return the seal of the stream, which the holder's answer has proved to know. Raises TransferFailedError."""
@@ -176,48 +171,44 @@ class Read:
             raise TransferFailedError(ReadEnd.DIGEST, "the holder's answer is not proved")
         return seal
 
-    def land(self, wire: Wire, carrier: ReaderCarrier) -> Landed:
+    def take_frames(self, wire: Wire, end: ReaderEnd) -> Landed:
         """Take frames until the end. Raises whatever ends it early."""
         landing, stats = self._landing, self.stats
         assert landing is not None, "not opened"
         num_acked = 0
         while True:
-            if carrier.needs_ack and stats.num_frames > num_acked:
-                num_acked = self._acknowledge(wire, carrier, num_acked)
+            if end.needs_ack and stats.num_frames > num_acked:
+                num_acked = self._acknowledge(wire, num_acked)
             started = time.perf_counter_ns()
             header = wire.receive_header(self.deadline, *_FRAME_KINDS)
             stats.wait_ns += time.perf_counter_ns() - started
             if header.kind is Kind.DATA:
                 landing.expect(header)
-                landing.received(header, self._land_frame(wire, carrier, header))
+                landing.received(header, self._take(wire, end, header))
             elif header.kind is Kind.COMMIT:
                 landing.commit(header)
             else:
-                body = bytes(wire.receive(header.length, self.deadline))
-                carrier.finish(self.deadline)
-                return self._finish(landing, header, body)
+                return self._finish(landing, header, bytes(wire.receive(header.length, self.deadline)))
 
-    def _acknowledge(self, wire: Wire, carrier: ReaderCarrier, num_acked: int) -> int:
+    def _acknowledge(self, wire: Wire, num_acked: int) -> int:
         """Tell the holder which frames are not needed any more, if it is time to; return how many it has been told.
 
         A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
         """
-        num_finished = carrier.finished()
-        if num_finished - num_acked < limits.MAX_FRAMES_PER_ACK:
-            if wire.has_unread():
-                return num_acked
-            if num_finished == num_acked:
-                num_finished = carrier.wait_finished(self.deadline)
-        wire.send([encode_header(Header(Kind.ACK, num_finished))], self.deadline - time.monotonic())
-        return num_finished
+        num_taken = self.stats.num_frames
+        if num_taken - num_acked < limits.MAX_FRAMES_PER_ACK and wire.has_unread():
+            return num_acked
+        wire.send([encode_header(Header(Kind.ACK, num_taken))], self.deadline - time.monotonic())
+        return num_taken
 
-    def _land_frame(self, wire: Wire, carrier: ReaderCarrier, data: Header) -> Digest:
+    def _take(self, wire: Wire, end: ReaderEnd, data: Header) -> int:
+        """Let the carrier put the frame in place; return the digest of what arrived."""
         stats = self.stats
         if not stats.num_frames:
             stats.first_byte_ns = time.monotonic_ns()
             self._on_started(stats.carrier)
         self.cancellation.check()
-        digest = carrier.land(wire, data, stats, self.deadline)
+        digest = end.take(wire, data, stats, self.deadline)
         stats.num_frames += 1
         stats.num_bytes += self.extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length

@@ -1,8 +1,8 @@
 """Reads KV into an arena: over which carrier, on which connection, into what memory. A thread for each read.
 
 `PlaneReader.read` → `_run` (tries the carriers, best first) → `_read_on` (one connection) → `Read` in `read.py`, which
-speaks the stream protocol and is where a frame is verified. The arena's side (`kv_arena.py`) says which carriers lead
-here and makes this end of them; `carriers/__init__.py` says how to add one.
+speaks the stream protocol and is where a frame is verified. The arena (`KVArena` in `carriers/carrier.py`) says which
+carriers lead to it and makes this end of them; `carriers/__init__.py` says how to add one.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, tcp
-from dataplane.carriers.carrier import CarrierBrokenError, MemoryFailedError
-from dataplane.carriers.kv_arena import Approach, KVArena, ReadAsked, ReaderSide
+from dataplane.carriers.carrier import CarrierBrokenError, KVArena, MemoryFailedError, ReaderEnd
 from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
 from dataplane.ends.connections import Cancellation, IdleConnections, connect_tcp
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import ArenaMissingError
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import ProtocolError, TransferFailedError
+from dataplane.protocol.stream import Accepted, Names, ProtocolError, TransferFailedError
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
@@ -40,7 +40,6 @@ class PlaneReader:
 
     `is_stuck`: what a read had begun did not come to an end, and may still write to its blocks. Nobody may use them,
     and nothing but the end of this process helps. `secrets`: the holders', by which a holder proves what it says.
-    `side`: the arena's, unless another one is to fill it.
     """
 
     def __init__(
@@ -49,16 +48,13 @@ class PlaneReader:
         shape: ArenaShape,
         secrets: TicketSecrets,
         times: PlaneTimes | None = None,
-        *,
-        side: ReaderSide | None = None,
     ) -> None:
         self.is_stuck = False
+        self._arena = arena
         self._shape = shape
         self._secrets = secrets
-        self._fingerprint = shape.layout.fingerprint
         times = times or PlaneTimes()
         self._connect_timeout_s = times.connect_s
-        self._side = side or arena.as_reader(shape)
         self._idle = IdleConnections(times.max_idle_s)
         self._broken = BrokenCarriers(times.broken_s)
 
@@ -115,8 +111,7 @@ class PlaneReader:
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
         if reason := wanted.over_wire(request.wire_dtype).refusal():
             raise ValueError(reason)
-        kind = self._side.digest_kind
-        run = Read(request, wanted, self._secrets, kind, cancellation or Cancellation(), on_started)
+        run = Read(request, wanted, self._secrets, cancellation or Cancellation(), on_started)
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
@@ -138,12 +133,11 @@ class PlaneReader:
 
     def release_ended(self) -> None:
         """Let go of what is kept of holders that have ended. To be called now and then; may take its time."""
-        self._side.release_ended()
+        self._arena.release_ended()
 
     def close(self) -> None:
-        """Unmap the holders' arenas, close the connections to them."""
+        """Close the connections to holders. What is mapped of them is the arena's."""
         self._idle.close()
-        self._side.close()
 
     def _run(self, run: Read, target: SequenceRuns) -> Landed:
         """Read over the best carrier that can be set up."""
@@ -160,43 +154,33 @@ class PlaneReader:
     def _run_over(self, choice: Choice, run: Read, target: SequenceRuns) -> Landed:
         """Read over this carrier, on a connection that is there or a new one. Raises CarrierBrokenError."""
         carrier, run.stats.reason = choice
-        request, cancellation = run.request, run.cancellation
-        asked = ReadAsked(
-            request.endpoint,
-            request.ticket,
-            target,
-            run.deadline,
-            lambda: cancellation.is_cancelled,
-            lambda: self._dial(carrier, request.endpoint, self._connect_timeout_s, Cancellation()),
-        )
-        approach = self._side.approach(carrier, asked)
-        try:
-            while (wire := self._idle.take(carrier, request.endpoint)) is not None:
+        endpoint = run.request.endpoint
+        with self._arena.opening(carrier, endpoint, run.deadline) as names:
+            while (wire := self._idle.take(carrier, endpoint)) is not None:
                 try:
-                    return self._read_on(wire, carrier, run, approach)
+                    return self._read_on(wire, carrier, names, run, target)
                 except NotAnsweredError:
                     continue  # the holder had just closed it: nothing has been asked of it yet
-            return self._read_on(self._connect(carrier, run), carrier, run, approach)
-        finally:
-            approach.close()
+            return self._read_on(self._connect(carrier, run), carrier, names, run, target)
 
-    def _read_on(self, wire: Wire, carrier: str, run: Read, approach: Approach) -> Landed:
+    def _read_on(self, wire: Wire, carrier: str, names: Names | None, run: Read, target: SequenceRuns) -> Landed:
         """Read on this connection; it is kept if the stream ends well. Raises NotAnsweredError, and what ends it."""
-        landed = None
+        landed, endpoint, layout = None, run.request.endpoint, self._shape.layout
         wire.reads_ahead = carrier != tcp.NAME
         self._begin(wire)
         try:
             run.cancellation.watch(wire)
-            landing = run.open(wire, carrier, approach, self._fingerprint)
+            accepted, frame_hash = run.open(wire, carrier, names, layout.fingerprint)
+            end = self._end(endpoint, accepted, target, run.extent, frame_hash)
             try:
-                landed = run.land(wire, landing)
+                landed = run.take_frames(wire, end)
             finally:
-                landing.close()
+                end.close()
             return landed
         finally:
             run.cancellation.unwatch(wire)
             if landed is not None and wire.is_silent:
-                self._idle.put(carrier, run.request.endpoint, wire)
+                self._idle.put(carrier, endpoint, wire)
             else:
                 wire.close()
 
@@ -215,7 +199,7 @@ class PlaneReader:
 
     def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
         """Return the carriers that lead there, best first. Raises CarrierImpossibleError."""
-        return choices(wanted, endpoint, self._side.place)
+        return choices(wanted, endpoint, self._arena)
 
     def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:
         if carrier != loopback.NAME:
@@ -227,6 +211,12 @@ class PlaneReader:
 
     def _begin(self, wire: Wire) -> None:
         """A read begins on this wire."""
+
+    def _end(
+        self, endpoint: Endpoint, accepted: Accepted, target: SequenceRuns, extent: Extent, frame_hash: FrameHash
+    ) -> ReaderEnd:
+        """Return this end of the carrier. Raises as `KVArena.reader_end`."""
+        return self._arena.reader_end(endpoint, accepted, self._shape, target, extent, frame_hash)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

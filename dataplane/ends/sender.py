@@ -10,26 +10,22 @@ from typing import Literal, NamedTuple, get_args
 from dataplane import limits
 from dataplane.addresses import is_loopback
 from dataplane.blocks.layout import ArenaShape
-from dataplane.blocks.ticket import Ticket, TicketRefusedError, TicketSecrets
+from dataplane.blocks.ticket import TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
-from dataplane.carriers.carrier import CarrierBrokenError, HeldUpError, HolderCarrier, MemoryFailedError
-from dataplane.carriers.kv_arena import HolderSide, PairListener, PairRefusedError
+from dataplane.carriers.carrier import CarrierBrokenError, HolderEnd, KVArena, MemoryFailedError
 from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import KVNotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.gate import LeasedKV, LeaseGate, LeaseRefusedError, OpenLease
-from dataplane.protocol.progress import Ready
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from dataplane.protocol.stream import (
     VERSION,
     Accepted,
-    Digest,
     FramePlanner,
     Header,
     Kind,
     Open,
-    PairOpen,
     ProtocolError,
     Seal,
     StreamFailed,
@@ -45,6 +41,8 @@ from dataplane.protocol.wire import Waker, Wire, WireClosedError, WireTimeoutErr
 
 PlaneEncryption = Literal["auto", "on", "off"]
 """Whether what crosses tcp is encrypted; `auto`: to any address but loopback."""
+DIGESTS: dict[str, DigestKind] = {tcp.NAME: "gmac", "cuda": "sum64", "nccl": "sum64"}
+"""By carrier; `xxh3` where the bytes stay on the host. Cards sum in any order."""
 
 
 class JunkError(Exception):
@@ -60,9 +58,9 @@ class _RefusedError(Exception):
         self.reason = reason
 
 
-_Refusal = _RefusedError | TicketRefusedError | LeaseRefusedError | CarrierBrokenError | PairRefusedError
+_Refusal = _RefusedError | TicketRefusedError | LeaseRefusedError | CarrierBrokenError
 _REFUSALS = get_args(_Refusal)
-"""Why a stream, or a pair, is not served. The `reason` of each is for the reader."""
+"""Why a stream is not served. The `reason` of each is for the reader."""
 
 
 class _EndedError(Exception):
@@ -79,7 +77,7 @@ class _EndedError(Exception):
 class HolderContext:
     """What all streams of a server share. Timeouts in seconds."""
 
-    side: HolderSide
+    arena: KVArena
     shape: ArenaShape
     gate: LeaseGate
     secrets: TicketSecrets
@@ -98,41 +96,32 @@ class HolderStream:
         self._wire = wire
         self._peer = peer
         self.is_opened = False
-        """A stream is under way: a valid ticket was shown."""
-        self.is_pair = False
-        """No stream, but a pair's wire: a valid ticket was shown."""
+        """A stream is under way: a valid ticket was shown. Else its reader wants nothing, or has not said what."""
         self.refused: RefusalCode | None = None
-
-    @property
-    def is_silent(self) -> bool:
-        """It wants nothing, or has not said what."""
-        return not self.is_opened and not self.is_pair
 
     def run(self) -> None:
         """Serve until a stream is refused or broken, or none is opened any more. Raises JunkError when the peer did not
         speak the protocol at all."""
         try:
-            wanted, opening = self._receive_open(self._context.open_timeout_s, Kind.OPEN, Kind.PAIR_OPEN)
+            wanted, opening = self._receive_open(self._context.open_timeout_s)
         except (WireClosedError, WireTimeoutError) as error:
             raise JunkError(str(error)) from error
         try:
-            if isinstance(wanted, PairOpen):
-                self._open_pair(wanted).accept(self._wire)  # listens until the pair is over
-            while isinstance(wanted, Open) and self._serve(wanted, opening):
+            while self._serve(wanted, opening):
                 try:
-                    wanted, opening = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
+                    wanted, opening = self._receive_open(self._context.idle_timeout_s)
                 except (WireClosedError, WireTimeoutError):
                     return  # the reader needs no more
         except _REFUSALS as refusal:
             self._refuse(refusal)
 
-    def _receive_open(self, timeout_s: float, *allowed: Kind) -> tuple[Open | PairOpen, bytes]:
+    def _receive_open(self, timeout_s: float) -> tuple[Open, bytes]:
         """Return what is said first, and how it was spelled. Raises JunkError, WireClosedError, WireTimeoutError."""
         try:
-            header = self._wire.receive_header(time.monotonic() + timeout_s, *allowed)
+            header = self._wire.receive_header(time.monotonic() + timeout_s, Kind.OPEN)
             deadline = time.monotonic() + self._context.open_timeout_s
             body = bytes(self._wire.receive(header.length, deadline))
-            return decode_body(body, Open if header.kind is Kind.OPEN else PairOpen), body
+            return decode_body(body, Open), body
         except ProtocolError as error:
             raise JunkError(str(error)) from error
 
@@ -149,37 +138,23 @@ class HolderStream:
 
     def _refuse(self, refusal: _Refusal) -> None:
         """Tell the reader, and note what is to be counted."""
-        code = _code_of(refusal)
-        if not isinstance(refusal, PairRefusedError):  # that is no wrong: offers may be late
-            self.refused = code
-        refused = StreamRefused(code=code, detail=refusal.reason)
+        self.refused = _code_of(refusal)
+        refused = StreamRefused(code=self.refused, detail=refusal.reason)
         with contextlib.suppress(WireClosedError, WireTimeoutError):
             self._wire.send([encode_frame(Kind.REFUSED, refused)], self._context.open_timeout_s)
             self._wire.finish_sending()
-
-    def _open_pair(self, wanted: PairOpen) -> PairListener:
-        """Return the pair that is asked for. Raises a refusal."""
-        ticket = self._verify(wanted.ticket)
-        self._context.gate.open(ticket)
-        self.is_pair = True
-        return self._context.side.open_pair(ticket.reader, wanted.generation)
-
-    def _verify(self, token: str) -> Ticket:
-        return self._context.secrets.verify(token, time.monotonic_ns() // 1_000_000)
 
     def _open(self, wanted: Open, opening: bytes) -> "_Service":
         """Return what serves the stream that is asked for. Raises a refusal."""
         context = self._context
         if wanted.version != VERSION:
             raise _RefusedError(RefusalCode.VERSION, f"this holder speaks version {VERSION}")
-        ticket = self._verify(wanted.ticket)
+        ticket = context.secrets.verify(wanted.ticket, time.monotonic_ns() // 1_000_000)
         self.is_opened = True  # from here on nobody else's need makes room of it
         if wanted.fingerprint != context.shape.layout.fingerprint:
             raise _RefusedError(RefusalCode.FINGERPRINT, f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
             raise _RefusedError(RefusalCode.CARRIER, f"this holder offers {', '.join(context.carriers)}")
-        if wanted.frame_bytes < 1:
-            raise _RefusedError(RefusalCode.MALFORMED, f"frames of {wanted.frame_bytes} bytes")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
         nonce = new_nonce()
@@ -187,9 +162,9 @@ class HolderStream:
         lease = context.gate.open(ticket)
         source, extent = self._in_range(wanted, lease.kv)
         frame_hash = FrameHash(self._digest_kind(wanted), seal.frame_key)
-        carrier = context.side.carrier(wanted, ticket.reader, source, extent, frame_hash)
+        end = context.arena.holder_end(wanted, ticket.reader, source, extent, frame_hash)
         proof = _Proof(seal, nonce, frame_hash.kind)
-        return _Service(context, self._wire, wanted, lease, extent, carrier, proof)
+        return _Service(context, self._wire, wanted, lease, extent, end, proof)
 
     def _in_range(self, wanted: Open, kv: LeasedKV) -> tuple[SequenceRuns, Extent]:
         """Return where it lies and what is to be sent: all that is wanted. Raises a refusal."""
@@ -202,24 +177,19 @@ class HolderStream:
         extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
         if reason := extent.refusal():
             raise _RefusedError(RefusalCode.RANGE, reason)
-        if shape.layout.whole_blocks and wanted.frame_bytes < extent.least_bytes:
-            reason = f"a block of a layer has {extent.least_bytes} bytes, and a frame there {wanted.frame_bytes}"
-            raise _RefusedError(RefusalCode.CARRIER, reason)
         source = SequenceRuns(shape, kv.tables, wanted.heads)
         if not source.covers(extent, kv.num_tokens):
             raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")
         return source, extent
 
     def _digest_kind(self, wanted: Open) -> DigestKind | None:
-        """Return what hides or proves the bytes that cross a network, and else what suits both ends' memory. None:
-        digests are off."""
+        """Return what hides or proves the bytes that cross a network, and else what whoever copies them is quick at.
+        None: digests are off."""
         if self._encrypts(wanted):
             return "aes256gcm"
         if not self._context.digests:
             return None
-        if wanted.carrier == tcp.NAME:
-            return "gmac"
-        return self._context.side.digest_kind or wanted.digest_kind
+        return DIGESTS.get(wanted.carrier, "xxh3")
 
     def _encrypts(self, wanted: Open) -> bool:
         if wanted.carrier != tcp.NAME or self._context.encryption == "off":
@@ -235,7 +205,7 @@ def _code_of(refusal: _Refusal) -> RefusalCode:
             return RefusalCode.TICKET
         case LeaseRefusedError():
             return RefusalCode.LEASE
-        case CarrierBrokenError() | PairRefusedError():
+        case CarrierBrokenError():
             return RefusalCode.CARRIER
 
 
@@ -257,7 +227,7 @@ class _Service:
         wanted: Open,
         lease: OpenLease,
         extent: Extent,
-        carrier: HolderCarrier,
+        end: HolderEnd,
         proof: _Proof,
     ) -> None:
         self.lease = lease
@@ -274,15 +244,13 @@ class _Service:
         self._kv = lease.kv
         self._extent = extent
         self._proof = proof
-        self._carrier = carrier
-        self._ahead = carrier.ahead
-        self._max_begun = 1 if self._ahead is None else self._ahead.max_begun
-        self._planner = FramePlanner(extent, min(carrier.frame_bytes, wanted.frame_bytes))
-        self._begun: deque[Header] = deque()
-        self._uncommitted: deque[tuple[Header, Digest]] = deque()
+        self._end = end
+        self._planner = FramePlanner(extent, end.frame_bytes)
+        self._uncommitted: deque[tuple[Header, int]] = deque()
+        """Frames that were sent, with their digests."""
         self._num_acked = 0
         self._unsent = b""
-        """Commits that go out with the next frame, or before the next wait."""
+        """What goes out with the next frame, or before the next wait."""
 
     def run(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
@@ -290,7 +258,7 @@ class _Service:
             self._kv.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
             try:
                 self._accept()
-                self._serve(waker)
+                self._send_all(waker)
             except _EndedError as end:
                 if end.tell:
                     self._tell(end)
@@ -302,7 +270,7 @@ class _Service:
                 return f"the reader has gone: {error}"
             finally:
                 self._kv.progress.unsubscribe(waker.wake)
-                self._carrier.close()
+                self._end.close()
         self.stats.landed_ns = time.monotonic_ns()
         return ""
 
@@ -314,70 +282,57 @@ class _Service:
             self._wire.finish_sending()
 
     def _accept(self) -> None:
-        access, heads = self._carrier.access, heads_of(self._context.shape.layout)
+        heads, by_tables = heads_of(self._context.shape.layout), self._end.needs_ack
         crosses_whole = self._extent.heads == heads and self._extent.wire_dtype == "same"
         accepted = Accepted(
             carrier=self.stats.carrier,
             nonce=self._proof.nonce,
             digest_kind=self._proof.digest_kind,
-            staged=access.staged,
-            names=access.names,
-            num_blocks=self._context.shape.num_blocks if access.by_tables else (),
-            heads=heads if access.by_tables else NO_HEADS,
-            tables=self._kv.tables if access.by_tables else (),
+            names=self._end.names,
+            num_blocks=self._context.shape.num_blocks if by_tables else (),
+            heads=heads if by_tables else NO_HEADS,
+            tables=self._kv.tables if by_tables else (),
             content_tags=self.lease.content_tags() if crosses_whole else b"",
             traceparent=self.stats.traceparent,
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted, self._proof.seal)
 
-    def _serve(self, waker: Waker) -> None:
+    def _send_all(self, waker: Waker) -> None:
+        """Send the frames as they become ready, and the End. Raises whatever ends it early."""
         while True:
             waker.clear()
             ready = self._kv.progress.ready()
             if ready.failure is not None:
                 raise _EndedError(ready.failure, tell=True)
+            # 1. What has left this memory is committed, before asking for room: it must not hold up what is next.
             self._take_acks()
-            self._commit()  # before asking for room: what has been acked must not hold up what is next
-            has_begun = self._begin(ready)
-            if self._begun and (len(self._begun) == self._max_begun or not has_begun):
-                try:
-                    self._send(self._begun[0])
-                except HeldUpError:
-                    self._flush()
-                    self._wait(waker)
-            elif has_begun:
-                continue
+            self._commit()
+            # 2. One frame of what is ready, where the reader is not too far behind.
+            has_room = len(self._uncommitted) < limits.MAX_UNACKED_FRAMES
+            data = self._planner.next(ready.num_tokens) if has_room else None
+            if data is not None:
+                self._send(data, max(ready.marks[data.layer : data.layer + data.num_layers]))
+            # 3. The trailer, behind the last Commit.
             elif self._planner.all_sent and not self._uncommitted and ready.trailer is not None:
-                return self._end(ready.trailer)
+                return self._finish(ready.trailer)
+            # 4. Or the engine, or a word of the reader.
             else:
                 self._flush()
                 self._wait(waker)
 
-    def _begin(self, ready: Ready) -> bool:
-        """Begin the next frame of what is ready, if there is one and room for it."""
-        num_begun = len(self._begun)
-        if num_begun == self._max_begun or num_begun + len(self._uncommitted) >= limits.MAX_UNACKED_FRAMES:
-            return False
-        data = self._planner.next(ready.num_tokens)
-        if data is None:
-            return False
-        if self._ahead is not None:
-            self._ahead.begin(data, max(ready.marks[data.layer : data.layer + data.num_layers]))
-        self._begun.append(data)
-        return True
-
-    def _send(self, data: Header) -> None:
+    def _send(self, data: Header, mark: int) -> None:
         stats = self.stats
         if not stats.num_frames:
             stats.first_byte_ns = time.monotonic_ns()
             self.lease.started()
+        if mark:
+            self._wait_written(mark)
         try:
-            digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
+            digest = self._end.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
         except KVNotFiniteError as error:
             raise _EndedError(
                 f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code=FailCode.CODEC
             ) from error
-        self._begun.popleft()
         self._unsent = b""
         stats.num_frames += 1
         stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
@@ -385,34 +340,41 @@ class _Service:
         stats.last_byte_ns = time.monotonic_ns()
         self._uncommitted.append((data, digest))
 
+    def _wait_written(self, mark: int) -> None:
+        """Wait until the card has written what the engine has told of."""
+        self._flush()
+        started = time.perf_counter_ns()
+        is_written = self._context.arena.wait_written(mark, lambda: self._wire.has_ended, self._context.idle_timeout_s)
+        self.stats.wait_ns += time.perf_counter_ns() - started
+        if not is_written:
+            raise _EndedError("the card has not written a frame in time", tell=True, code=FailCode.MEMORY)
+
     def _take_acks(self) -> None:
         """Read the Acks that have arrived. Raises WireClosedError when the reader has gone, ProtocolError."""
         while self._wire.has_unread():
             ack = self._wire.receive_header(time.monotonic() + self._context.idle_timeout_s, Kind.ACK)
-            if not self._carrier.needs_ack or not self._num_acked < ack.sequence <= self.stats.num_frames:
+            if not self._end.needs_ack or not self._num_acked < ack.sequence <= self.stats.num_frames:
                 raise ProtocolError(f"ack of frame {ack.sequence} after {self._num_acked}")
             self._num_acked = ack.sequence
-            self._carrier.acked(ack.sequence)
 
     def _commit(self) -> None:
         """Commit the frames that have left this memory, if the lease is good *now*."""
-        num_gone = self._num_acked if self._carrier.needs_ack else self.stats.num_frames
+        num_gone = self._num_acked if self._end.needs_ack else self.stats.num_frames
         if not self._uncommitted or self._uncommitted[0][0].sequence > num_gone:
             return
         if not self.lease.still_valid():
             raise _EndedError(self._kv.progress.ready().failure or "the lease has ended", tell=True)
         while self._uncommitted and self._uncommitted[0][0].sequence <= num_gone:
             data, digest = self._uncommitted.popleft()
-            self._unsent += encode_header(
-                Header(Kind.COMMIT, data.sequence, tag=self._proof.seal.of_frame(data, digest()))
-            )
+            commit = Header(Kind.COMMIT, data.sequence, tag=self._proof.seal.of_frame(data, digest))
+            self._unsent += encode_header(commit)
 
     def _flush(self) -> None:
         if self._unsent:
             self._wire.send([self._unsent], self._context.idle_timeout_s)
             self._unsent = b""
 
-    def _end(self, trailer: bytes) -> None:
+    def _finish(self, trailer: bytes) -> None:
         if len(trailer) > limits.MAX_TRAILER_BYTES:
             raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
         if not self.lease.still_valid():

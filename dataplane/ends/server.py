@@ -13,7 +13,7 @@ from dataplane.addresses import listen
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.kv_arena import KVArena
+from dataplane.carriers.carrier import KVArena
 from dataplane.ends.sender import HolderContext, HolderStream, JunkError, PlaneEncryption
 from dataplane.protocol.gate import LeaseGate
 from dataplane.protocol.reasons import RefusalCode
@@ -21,7 +21,6 @@ from dataplane.protocol.stream import Kind, StreamRefused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
-from schemas.ids import WorkerId
 
 __all__ = ["LeaseGate", "PlaneServer", "ServerOptions"]
 
@@ -83,9 +82,8 @@ class PlaneServer:
         self.options = options or ServerOptions()
         self.num_junk = 0
         self.num_refused = 0
-        self._side = arena.as_holder(self.options.carriers)
         self._context = HolderContext(
-            side=self._side,
+            arena=arena,
             shape=shape,
             gate=gate,
             secrets=secrets,
@@ -113,11 +111,7 @@ class PlaneServer:
             arena=self.arena.name,
             arena_nonce=self.arena.nonce,
         )
-        return self._side.describe(endpoint)
-
-    def endpoint_for(self, reader: WorkerId) -> Endpoint:
-        """Return the same, with what only this reader may open. Does not wait."""
-        return self._side.describe(self.endpoint, reader)
+        return self.arena.describe(endpoint)
 
     @property
     def num_streams(self) -> int:
@@ -149,7 +143,6 @@ class PlaneServer:
         for stream in live:
             if stream.thread is not None:
                 stream.thread.join()
-        self._side.close()
 
     # What the simulator does in its own way.
 
@@ -201,9 +194,8 @@ class PlaneServer:
                 wire.close()
                 return False
             places = [live for live in self._streams if not live.has_made_room]
-            num_taken = sum(not live.stream.is_pair for live in places)  # pairs have a bound of their own
-            full = num_taken >= self.options.max_streams
-            if full and (silent := next((live for live in places if live.stream.is_silent), None)) is not None:
+            full = len(places) >= self.options.max_streams
+            if full and (silent := next((live for live in places if not live.stream.is_opened), None)) is not None:
                 silent.wire.cut()  # one that wants nothing, or has not said what, makes room
                 silent.has_made_room = True
                 full = False

@@ -90,6 +90,22 @@ class FrameRows(NamedTuple):
         return memory.view(f"V{size}"), np.concatenate(indices)
 
 
+class Memory(Protocol):
+    """Where a sequence's rows are, as the host reads and writes them. For one thread."""
+
+    def rows(self, frame: Frame) -> FrameRows:
+        """Return where the host finds a frame's bytes, or puts them, until the next call. Raises MemoryFailedError."""
+        ...
+
+    def written(self, frame: Frame) -> None:
+        """The host has put the bytes of the last frame there. Raises MemoryFailedError."""
+        ...
+
+    def close(self) -> None:
+        """Nothing of it is used any more."""
+        ...
+
+
 class SequenceMemory:
     """A sequence's rows in host memory, an arena that they keep alive. Raises ValueError when that is smaller than its
     shape says."""
@@ -105,6 +121,12 @@ class SequenceMemory:
         runs = self.runs
         parts = [(part.first_byte, runs.slot_spans(part.group, frame)) for part in runs.parts(frame)]
         return FrameRows(self.array, parts, runs.row_bytes, runs.stride)
+
+    def written(self, frame: Frame) -> None:
+        """It is where it belongs."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Staging:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from dataplane.blocks.layout import (
     ITEM_BYTES,
     ArenaShape,
-    BlockTable,
     BlockTables,
     SlotSpan,
     num_blocks_for,
@@ -31,14 +30,6 @@ class Part(NamedTuple):
 
     first_byte: int
     group: int
-
-
-class Spans(NamedTuple):
-    """Where a cache group's tokens of a frame lie: slots from `slots[i]` on for those from `starts[i]` on, counted from
-    the frame's first."""
-
-    slots: Int64s
-    starts: Int64s
 
 
 class SequenceRuns:
@@ -60,7 +51,6 @@ class SequenceRuns:
         self.row_offset = (heads.first - layout.first_head) * head_bytes
         """Bytes of a token's row in the arena that come before the heads asked for."""
         self._tables = tables
-        self._borders: dict[int, tuple[Int64s, Int64s]] = {}
         self._slot_spans: dict[int, tuple[int, int, list[SlotSpan]]] = {}
         """By cache group, those of the last frame: the next layers have the same."""
 
@@ -92,28 +82,6 @@ class SequenceRuns:
             spans = slot_spans(self._tables[group], size, first_token, first_token + num_tokens)
             self._slot_spans[group] = first_token, num_tokens, spans
         return spans
-
-    def spans(self, group: int, frame: Frame) -> Spans:
-        """Return the same as arrays, for who has hundreds of them in a frame and only microseconds for it."""
-        if group not in self._borders:
-            self._borders[group] = _borders(self._tables[group], self.shape.layout.block_size)
-        tokens, slots = self._borders[group]
-        first_token, end_token = frame.first_token, frame.first_token + frame.num_tokens
-        if not frame.num_tokens:
-            return Spans(slots[:0], slots[:0])
-        if first_token < tokens[0] or end_token > tokens[-1]:
-            raise ValueError(f"tokens {first_token} to {end_token} of a table of tokens {tokens[0]} to {tokens[-1]}")
-        first = int(np.searchsorted(tokens, first_token, side="right")) - 1
-        end = int(np.searchsorted(tokens, end_token, side="left"))
-        starts = np.maximum(tokens[first:end], first_token)
-        return Spans(slots[first:end] + (starts - tokens[first:end]), starts - first_token)
-
-
-def _borders(table: BlockTable, block_size: int) -> tuple[Int64s, Int64s]:
-    """Return the first token of each segment, and of the end, and the first slot of each segment."""
-    segments = np.array([segment for segment in table.segments if segment.num_blocks], np.int64).reshape(-1, 2)
-    blocks = np.concatenate(([table.first_block], table.first_block + np.cumsum(segments[:, 1])))
-    return blocks * block_size, segments[:, 0] * block_size
 
 
 def _check_tables(shape: ArenaShape, tables: BlockTables) -> None:

@@ -2,16 +2,10 @@
 
     reader → Open                     the ticket, the layout's fingerprint, which tokens of which heads are wanted
     holder → Accepted | Refused
-    holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it, `at`
+    holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
     reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
-
-A connection may be a pair's instead, over which two workers keep in step what moves their frames:
-
-    reader → PairOpen                 a ticket, and which of the holder's offers is meant
-    holder → PairAccepted | Refused
-    holder → Slot, …                  what goes next between the two: `at` its number, `tag` whose it is
 
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and its tag proves
 what they were there. A frame is believed once its Commit is in and its digest is right; nothing waits for a round trip
@@ -30,7 +24,7 @@ import secrets
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -45,17 +39,17 @@ from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from schemas.kv import ReadEnd
 
-VERSION = 5
+VERSION = 6
 
 _MAGIC = b"KV"
-_HEADER = struct.Struct("<2sBBIHHIII16sQ")
+_HEADER = struct.Struct("<2sBBIHHIII16s")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 TAG_BYTES = 16
 _NONCE_BYTES = 16
 
-Digest = Callable[[], int]
-"""Returns a frame's digest; waits for it where it is still being computed. Raises MemoryFailedError."""
+Names = dict[str, object]
+"""What one end of a carrier tells the other, which alone understands it: how its memory is reached."""
 
 
 class Kind(enum.IntEnum):
@@ -67,9 +61,6 @@ class Kind(enum.IntEnum):
     COMMIT = 6
     END = 7
     FAIL = 8
-    PAIR_OPEN = 9
-    PAIR_ACCEPTED = 10
-    SLOT = 11
 
 
 _MAX_BODY = {
@@ -81,9 +72,6 @@ _MAX_BODY = {
     Kind.COMMIT: 0,
     Kind.END: limits.MAX_TRAILER_BYTES,
     Kind.FAIL: limits.MAX_CONTROL_BYTES,
-    Kind.PAIR_OPEN: limits.MAX_CONTROL_BYTES,
-    Kind.PAIR_ACCEPTED: 0,
-    Kind.SLOT: limits.MAX_FRAME_BYTES,
 }
 
 
@@ -103,8 +91,7 @@ class TransferFailedError(Exception):
 
 class Header(NamedTuple):
     """The start of every frame. `length`: bytes of body, or of payload. `tag`: what proves a sealed frame, or the bytes
-    of one that is encrypted, 128 bits. `at`: of Data, where the bytes are to be had, as the carrier has it. Fields that
-    a kind does not use are 0."""
+    of one that is encrypted, 128 bits. Fields that a kind does not use are 0."""
 
     kind: Kind
     sequence: int = 0
@@ -114,7 +101,6 @@ class Header(NamedTuple):
     num_tokens: int = 0
     length: int = 0
     tag: int = 0
-    at: int = 0
 
 
 class Seal:
@@ -125,8 +111,8 @@ class Seal:
         self._key = key
 
     def of_frame(self, data: Header, digest: int) -> int:
-        """Return the tag of a frame's Commit. Where the holder had put the frame is no part of it."""
-        return self._tag(data._replace(at=0), digest.to_bytes(TAG_BYTES, "little"))
+        """Return the tag of a frame's Commit."""
+        return self._tag(data, digest.to_bytes(TAG_BYTES, "little"))
 
     def of_body(self, header: Header, body: bytes) -> int:
         """Return the tag of a frame that has a body."""
@@ -159,12 +145,6 @@ def seal_of(ticket_secrets: TicketSecrets, ticket: str, opening: bytes, nonce: s
     return Seal(ticket_secrets.key_of(ticket, hashlib.sha256(opening).digest() + nonce.encode()))
 
 
-def check_no_place(data: Header) -> None:
-    """Raise ProtocolError when a frame says where its bytes are, on a carrier that has no such place."""
-    if data.at:
-        raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at}")
-
-
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
@@ -179,19 +159,11 @@ def decoded_by_threads(cls: type[BodyT]) -> type[BodyT]:
     return cls
 
 
-class PairRead(msgspec.Struct, frozen=True, kw_only=True):
-    """A read over a pair: which offer it came from, and what the reader calls this read there."""
-
-    generation: int
-    read_id: int
-
-
 @decoded_by_threads
 class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
 
-    `nonce`: of this stream alone. `digest_kind`: what suits the reader's memory. `frame_bytes`: the most of KV that it
-    takes in one frame.
+    `nonce`: of this stream alone. `names`: what this carrier's holder needs to know, where it needs anything.
     """
 
     ticket: str
@@ -202,9 +174,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     heads: HeadRange
     wire_dtype: WireDtype = "same"
-    digest_kind: DigestKind = "xxh3"
-    pair: PairRead | None = None
-    frame_bytes: int = limits.MAX_FRAME_BYTES
+    names: Names | None = None
     version: int = VERSION
     traceparent: str = ""
     """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
@@ -215,28 +185,19 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks`,
     `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena where the tokens
     lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier needs any.
-    `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset. `content_tags`: of
-    blocks that are lent (`memory/content_tags.py`), joined; none where it is not whole blocks that arrive."""
+    `content_tags`: of blocks that are lent (`memory/content_tags.py`), joined; none where it is not whole blocks that
+    arrive."""
 
     carrier: str
     nonce: str
     digest_kind: DigestKind | None = None
-    staged: bool = False
-    names: dict[str, object] | None = msgspec.field(default=None, name="device")
+    names: Names | None = None
     num_blocks: tuple[int, ...] = ()
     heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
     content_tags: bytes = b""
     traceparent: str = ""
     """The same of the holder's end."""
-
-
-@decoded_by_threads
-class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the pair of this offer. Any valid ticket of the reader's will do: it tells who asks."""
-
-    ticket: str
-    generation: int
 
 
 @decoded_by_threads
@@ -283,8 +244,8 @@ class TransferStats:
 
 def encode_header(header: Header) -> bytes:
     """Return the header's bytes."""
-    *fields, tag, at = header
-    said = _HEADER.pack(_MAGIC, VERSION, *fields, tag.to_bytes(TAG_BYTES, "little"), at)
+    *fields, tag = header
+    said = _HEADER.pack(_MAGIC, VERSION, *fields, tag.to_bytes(TAG_BYTES, "little"))
     return said + _CHECKSUM.pack(zlib.crc32(said))
 
 
@@ -300,14 +261,14 @@ def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = N
 
 def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
     """Return the header of one of the `allowed` kinds. Raises ProtocolError, for an oversized length too."""
-    magic, version, kind, *fields, tag, at = _HEADER.unpack_from(data)
+    magic, version, kind, *fields, tag = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != VERSION:
         raise ProtocolError("not a KV stream of this version")
     if _CHECKSUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
         raise ProtocolError("a header was damaged on its way")
     if kind not in allowed:
         raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
-    header = Header(Kind(kind), *fields, tag=int.from_bytes(tag, "little"), at=at)
+    header = Header(Kind(kind), *fields, tag=int.from_bytes(tag, "little"))
     if header.length > _MAX_BODY[kind]:
         raise ProtocolError(f"{header.kind.name} of {header.length} bytes")
     return header
@@ -386,7 +347,7 @@ class Landing:
         self._seal = seal
         self._is_encrypted = is_encrypted
         self._last_sequence = 0
-        self._pending: deque[tuple[Header, Digest]] = deque()
+        self._pending: deque[tuple[Header, int]] = deque()
 
     @property
     def num_landed_tokens(self) -> int:
@@ -416,20 +377,19 @@ class Landing:
         if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):
             raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")
 
-    def received(self, data: Header, digest: Digest) -> None:
-        """The bytes of the expected frame are in place, or on their way there, and have this digest."""
+    def received(self, data: Header, digest: int) -> None:
+        """The bytes of the expected frame are in place and have this digest."""
         self._last_sequence = data.sequence
         end = data.first_token + data.num_tokens
         self._received[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
         self._pending.append((data, digest))
 
     def commit(self, commit: Header) -> None:
-        """Believe the oldest pending frame. Raises ProtocolError, TransferFailedError when its tag is not right, and
-        what its digest raises."""
+        """Believe the oldest pending frame. Raises ProtocolError, and TransferFailedError when its tag is not right."""
         if not self._pending or self._pending[0][0].sequence != commit.sequence:
             raise ProtocolError(f"commit of frame {commit.sequence}, which is not the next one")
         data, digest = self._pending.popleft()
-        if not is_proved(commit.tag, self._seal.of_frame(data, digest())):
+        if not is_proved(commit.tag, self._seal.of_frame(data, digest)):
             raise TransferFailedError(
                 ReadEnd.DIGEST, f"frame {data.sequence} (layer {data.layer}, token {data.first_token})"
             )

@@ -97,6 +97,8 @@ def check_driver(devices: Collection[str]) -> None:
 def check_carrier(carrier: Carrier, devices: Collection[str]) -> None:
     """Raise UserError where no two of a mesh's workers could hand KV over by the carrier that is asked for."""
     cards = {device for device in devices if is_card(device)}
+    if carrier == "shm" and cards:
+        raise UserError("--carrier shm leads from host memory to host memory, not from a card: take auto or tcp")
     if carrier == "cuda" and not cards:
         raise UserError("--carrier cuda leads from card to card: put the workers on one with --device cuda")
     if carrier == "nccl" and len(cards) < 2:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.blocks.layout import BlockTables, KVLayout
-from dataplane.carriers.kv_arena import KVArena
+from dataplane.carriers.carrier import KVArena
 from schemas.ids import RequestId
 from schemas.logprobs import TokenLogprob
 from schemas.request import FinishReason, SamplingParams

@@ -11,7 +11,7 @@ import msgspec
 from tokenizers import Tokenizer, models
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.carriers.kv_arena import KVArena
+from dataplane.carriers.carrier import KVArena
 from dataplane.ends.server import LeaseGate
 from schemas.ids import GatewayId, WorkerId
 from schemas.permissions import permissions_of, role_of

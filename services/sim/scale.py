@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from dataplane.blocks.layout import ArenaShape, KVLayout
-from dataplane.carriers.kv_arena import KVArena
+from dataplane.carriers.carrier import KVArena
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.config import GatewayConfig, MeshConfig, TelemetryConfig, WorkerConfig

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
+from dataplane.carriers.carrier import KVArena
 from dataplane.carriers.host import HostArena
-from dataplane.carriers.kv_arena import KVArena
 from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
+from dataplane.carriers.carrier import KVArena
 from dataplane.carriers.host import HostArena
-from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.times import PlaneTimes

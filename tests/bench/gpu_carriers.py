@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.cards.card_arena import CardArena
-from dataplane.cards.device import Device, DeviceError
-from dataplane.cards.fakes.fake_device import FakeDevice
+from dataplane.cards.arena import CardArena
+from dataplane.cards.card import Card, CardError, CardStream, wait_until
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.protocol.progress import KVProgress
@@ -24,13 +23,13 @@ from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.handoff import Endpoint
 from tests.bench.bench_carriers import SECRETS, TICKET, OneKV, OpenGate, measure, one_table
 from tests.bench.gpu_report import Row, against
+from tests.plane.fake_card import FakeCard
 
 LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=36, num_kv_heads=8, head_dim=128, block_size=16)
 """Of Qwen3-8B: a block is 2.25 MiB."""
 FAKE_LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=2, num_kv_heads=2, head_dim=16, block_size=16)
-CARRIERS = ("cuda", "shm", "tcp")
-STAGING_BYTES = 64 << 20
-SLOT_BYTES = 8 << 20
+CARRIERS = ("cuda", "tcp")
+PIECE_BYTES = 64 << 20
 AIM = 0.9
 WAIT_S = 60.0
 
@@ -52,12 +51,12 @@ class Spec:
     def num_tokens(self) -> int:
         return self.num_blocks * self.layout.block_size
 
-    def open_device(self) -> Device:
+    def open_card(self) -> Card:
         if self.device == "fake":
-            return FakeDevice(uuid="GPU-bench")
-        from dataplane.cards.cuda.cuda_driver import find_device
+            return FakeCard("GPU-bench")
+        from dataplane.cards.cupy_card import CupyCard
 
-        return find_device(int(self.device.partition(":")[2] or 0))
+        return CupyCard(int(self.device.partition(":")[2] or 0))
 
 
 def spec_of(device: str, *, quick: bool) -> Spec:
@@ -90,9 +89,8 @@ def rows(device: str, models: Sequence[str], *, quick: bool) -> Iterator[Row]:
 
 def hold(control: Connection, spec: Spec) -> None:
     """The child: KV of random bytes on the card, served until a word comes."""
-    device = spec.open_device()
-    arena = CardArena(device, spec.shape, STAGING_BYTES)
-    fill(device, arena)
+    arena = CardArena(spec.open_card(), spec.shape)
+    fill(arena)
     progress = KVProgress.completed(spec.layout.num_layers, spec.num_tokens)
     gate = OpenGate(OneKV(one_table(spec.num_blocks), spec.num_tokens, progress))
     server = PlaneServer(arena, spec.shape, gate, SECRETS, ServerOptions(carriers=CARRIERS))
@@ -103,19 +101,22 @@ def hold(control: Connection, spec: Spec) -> None:
     arena.close()
 
 
-def fill(device: Device, arena: CardArena) -> None:
+def fill(arena: CardArena) -> None:
     """Write random bytes into the arena."""
-    stream, done = device.new_stream(), device.new_event()
-    rng = np.random.default_rng(1)
-    for at in range(0, arena.num_bytes, len(arena.staging)):
-        piece = arena.staging[: min(len(arena.staging), arena.num_bytes - at)]
+    rng, stream = np.random.default_rng(1), arena.card.stream()
+    host = arena.card.pinned(arena.num_bytes)
+    for at in range(0, len(host), PIECE_BYTES):
+        piece = host[at : at + PIECE_BYTES]
         piece[:] = rng.integers(0, 256, len(piece), np.uint8)
-        device.upload(stream, piece, arena.memory, at)
-        done.record(stream)
-        if not done.wait(WAIT_S):
-            raise DeviceError("fill", f"not done in {WAIT_S} s")
-    done.close()
+    stream.upload(host, arena.memory)
+    finish(stream)
     stream.close()
+
+
+def finish(stream: CardStream) -> None:
+    """Wait for a stream."""
+    if not wait_until(stream.is_done, lambda: False, WAIT_S):
+        raise CardError("wait", f"not done in {WAIT_S} s")
 
 
 @dataclass
@@ -128,23 +129,23 @@ class Bench:
     gb_per_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.device = self.spec.open_device()
-        self.arena = CardArena(self.device, self.spec.shape, STAGING_BYTES)
+        self.card = self.spec.open_card()
+        self.arena = CardArena(self.card, self.spec.shape)
         self.stack.callback(self.arena.close)
         self.reader = PlaneReader(self.arena, self.spec.shape, SECRETS)
         self.stack.callback(self.reader.close)
-        self.other = self.device.allocate(self.arena.num_bytes)
+        self.other = self.card.allocate(self.arena.num_bytes)
         self.stack.callback(self.other.close)
-        self.stream, self.done = self.device.new_stream(), self.device.new_event()
+        self.host = self.card.pinned(self.arena.num_bytes)
+        self.stream = self.card.stream()
         self.stack.callback(self.stream.close)
-        self.stack.callback(self.done.close)
         self.reasons: dict[str, str] = {}
 
     def rows(self) -> Iterator[Row]:
         cases: dict[str, Callable[[], object]] = {
             "copy": self.copy_on_the_card,
-            "down": lambda: self.over_the_link(is_up=False),
-            "up": lambda: self.over_the_link(is_up=True),
+            "down": lambda: self.over_the_link(self.stream.download, self.arena.memory, self.host),
+            "up": lambda: self.over_the_link(self.stream.upload, self.host, self.other),
         }
         failures: dict[str, str] = {}
         for carrier in CARRIERS:
@@ -191,51 +192,38 @@ class Bench:
         if target.is_cuda:
             torch.cuda.synchronize(target.device)
 
-    def over_the_link(self, *, is_up: bool) -> None:
-        """As many bytes between the card and page-locked memory, in pieces as staging has them."""
-        for at in range(0, self.arena.num_bytes, SLOT_BYTES):
-            slot = at % (len(self.arena.staging) // SLOT_BYTES * SLOT_BYTES)
-            piece = self.arena.staging[slot : slot + min(SLOT_BYTES, self.arena.num_bytes - at)]
-            if is_up:
-                self.device.upload(self.stream, piece, self.other, at)
-            else:
-                self.device.download(self.stream, self.arena.memory, at, piece)
-        self.wait()
-
-    def wait(self) -> None:
-        self.done.record(self.stream)
-        if not self.done.wait(WAIT_S):
-            raise DeviceError("wait", f"not done in {WAIT_S} s")
+    def over_the_link(self, copy: Callable[..., None], *ends: object) -> None:
+        """As many bytes between the card and page-locked memory."""
+        copy(*ends)
+        finish(self.stream)
 
 
 def nccl_rows(bench: Bench) -> Iterator[Row]:
     """NCCL with one rank that sends to itself: what one card can tell of it."""
-    what = "NCCL, one rank to itself, 8 MiB a group"
+    what = "NCCL, one rank to itself"
     if bench.spec.device == "fake":
         return
-    from dataplane.cards.nccl.communicator import CommunicatorError
-    from dataplane.cards.nccl.library import NcclLibrary
-
-    library = NcclLibrary(int(bench.spec.device.partition(":")[2] or 0))
-    if refusal := library.refusal():
+    card = bench.card
+    if refusal := card.no_communicators():
         yield Row(what=what, error=refusal)
         return
+    from cupy.cuda import nccl
+
     try:
-        communicator = library.make(library.new_id(), 1, 0)
+        communicator = card.join(card.new_id(), 0, 1)
         try:
 
             def to_itself() -> None:
-                for at in range(0, bench.arena.num_bytes, SLOT_BYTES):
-                    size = min(SLOT_BYTES, bench.arena.num_bytes - at)
-                    with communicator.group():
-                        communicator.send(bench.arena.memory, at, size, bench.stream)
-                        communicator.receive(bench.other, at, size, bench.stream)
-                bench.wait()
+                nccl.groupStart()
+                communicator.send(bench.arena.memory, bench.arena.num_bytes, bench.stream)
+                communicator.receive(bench.other, bench.arena.num_bytes, bench.stream)
+                nccl.groupEnd()
+                finish(bench.stream)
 
             seconds = measure({"nccl": to_itself}, bench.spec.rounds)["nccl"]
         finally:
             communicator.abort()
-    except (CommunicatorError, DeviceError) as error:
+    except CardError as error:
         yield Row(what=what, error=str(error))
         return
     same = torch.equal(torch.from_dlpack(bench.arena.memory.exported), torch.from_dlpack(bench.other.exported))

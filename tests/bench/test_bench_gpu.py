@@ -122,7 +122,7 @@ def test_the_split_section_runs_on_what_is_no_card(monkeypatch: pytest.MonkeyPat
 
 def test_the_carriers_section_runs_on_a_fake_card() -> None:
     rows = {row.what.partition(",")[0]: row for row in gpu_carriers.rows("fake", (), quick=True)}
-    assert [name for name in rows if name.startswith("`")] == ["`cuda`", "`shm`", "`tcp`"]
-    for name in ("`cuda`", "`shm`", "`tcp`"):
+    assert [name for name in rows if name.startswith("`")] == ["`cuda`", "`tcp`"]
+    for name in ("`cuda`", "`tcp`"):
         assert not rows[name].error, rows[name]
         assert rows[name].ratio and rows[name].aim == gpu_carriers.AIM

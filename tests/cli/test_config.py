@@ -80,11 +80,6 @@ def test_the_environment_names_the_device_of_the_whole_mesh(tmp_path: Path, monk
     assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
 
 
-def test_too_small_a_staging_ring_is_refused() -> None:
-    with pytest.raises(ValueError, match="staging_bytes"):
-        msgspec.structs.replace(WorkerConfig(), staging_bytes=1 << 20)
-
-
 VLLM = '[engine]\nname = "vllm"\nkv_format = "vllm0.32.0/CPU_ATTN/LBHNC/vec/float32"\n'
 
 
@@ -279,6 +274,7 @@ def test_a_list_with_what_is_no_device_is_refused(asked: str) -> None:
         ("nccl", ["cuda:0", "cuda:1"], ""),
         ("auto", ["cpu"], ""),
         ("shm", ["cpu"], ""),
+        ("shm", ["cuda:0", "cpu"], "take auto or tcp"),
         ("tcp", ["cuda:0"], ""),
     ],
 )

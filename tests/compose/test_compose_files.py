@@ -211,7 +211,6 @@ def test_the_gpu_override_tells_every_service_of_the_cards(
     monkeypatch.delenv("KVMESH_DEVICE")
     config = load_config(tmp_path / "mesh.toml")
     assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
-    assert bytes_of("640mb") > config.worker.staging_bytes
 
 
 def test_stand_ins_replace_what_is_not_built_here(services: dict[str, Any]) -> None:

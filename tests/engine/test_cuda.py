@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataplane.blocks.layout import ArenaShape, Segment, uniform_shape
-from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.arena import CardArena
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
@@ -28,7 +28,6 @@ from tests.gpu import card, needs_gpu
 
 Tiny = Callable[..., Path]
 
-STAGING_BYTES = 4 << 20
 MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"kv_heads": 1}, "mistral": {"sliding_window": 24}}
 
 
@@ -52,15 +51,13 @@ class Loaded:
         checkpoint = read_checkpoint(str(folder))
         shape = uniform_shape(layout_of(checkpoint, dtype=dtype, block_size=BLOCK_SIZE), num_blocks)
         self.shape: ArenaShape = shape
-        self.device = card()
-        self.arena = DeviceArena(self.device, shape, STAGING_BYTES)
+        self.arena = CardArena(card(), shape)
         buffer, stream = torch.from_dlpack(self.arena.exported), CardStream(check_card(0), self.arena.mark)
         self.engine = load_engine(checkpoint, arena_buffer=buffer, shape=shape, card=stream)
 
     def close(self) -> None:
         self.engine.close()
         self.arena.close()
-        self.device.close()
 
 
 @pytest.fixture
@@ -135,4 +132,4 @@ def test_marks_are_reached_when_the_step_has_returned(load: Callable[..., Loaded
         batch.add(make_sequence(f"r{number}", prompt_of(40), [Segment(number * 8, 8)], sampling, listener=listener))
     run_batch(loaded.engine, batch)
     assert Listener.marks == sorted(set(Listener.marks)) and Listener.marks
-    assert loaded.arena.is_ready(Listener.marks[-1])
+    assert loaded.arena.wait_written(Listener.marks[-1], lambda: False, 0.0)

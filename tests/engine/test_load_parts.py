@@ -6,15 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards.card_arena import CardArena
-from dataplane.cards.device import DeviceError
-from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
-from dataplane.cards.fakes.fake_device import FakeDevice
-from dataplane.cards.nccl.communicator import LibraryThreads
-from dataplane.cards.nccl.pair import PairParts
+from dataplane.cards.arena import CardArena
+from dataplane.cards.card import CardError
 from dataplane.memory.arena import SHM_DIR, Arena
 from schemas.ids import WorkerId
 from services.bench.drive.make_checkpoint import make_random_checkpoint
@@ -24,8 +21,7 @@ from services.errors import UserError
 from services.gateway.service import load_model
 from services.store.load import load_store
 from services.worker.parts import WorkerParts, load_parts
-
-STAGING_BYTES = 32 << 20
+from tests.plane.fake_card import Fabric, FakeCard
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +36,14 @@ class Made:
         self.checked: list[int] = []
         self.engines: list[dict[str, Any]] = []
         self.failure: Exception | None = None
-        self.device = FakeDevice()
-        self.library = FakeLibrary(FakeFabric(), self.device)
+        self.card = FakeCard(fabric=Fabric())
         on_card = "services.engine.torch_engine.on_card"
         monkeypatch.setattr(f"{on_card}.check_card", self.checked.append)
         monkeypatch.setattr(f"{on_card}.CardStream", lambda device, mark: SimpleNamespace(source=mark.__self__))
         monkeypatch.setattr(f"{on_card}.torch.from_dlpack", lambda exported: exported)
         monkeypatch.setattr(f"{on_card}.load_engine", self._load)
         monkeypatch.setattr(f"{on_card}.compute_largest", self._compute_largest)
-        monkeypatch.setattr("dataplane.cards.factory.find_device", lambda _: self.device)
-        parts = PairParts(self.device, self.library, LibraryThreads())
-        monkeypatch.setattr("dataplane.cards.factory.pair_parts", lambda device, card: parts)
+        monkeypatch.setattr("dataplane.cards.factory.CupyCard", lambda _: self.card)
 
     def _load(self, checkpoint: object, **arguments: Any) -> SimpleNamespace:
         self.engines.append(arguments)
@@ -67,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def config_of(model: str, device: str, **settings: Any) -> MeshConfig:
-    worker = WorkerConfig(device=device, kv_bytes=1 << 20, staging_bytes=STAGING_BYTES, **settings)
+    worker = WorkerConfig(device=device, kv_bytes=1 << 20, **settings)
     store = StoreConfig(memory_bytes=1 << 20)
     return MeshConfig(
         ticket_secrets=("s" * 32,), tenant_seed="s" * 32, model=ModelConfig(path=model), worker=worker, store=store
@@ -117,16 +110,14 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
     parts = load(model, "cuda:3")
     try:
         assert isinstance(parts.arena, CardArena)
-        assert parts.device == f"cuda:3 {made.device.name}"
+        assert parts.device == f"cuda:3 {made.card.name}"
         assert parts.shape.layout.dtype == "bfloat16", "the checkpoint's own"
         assert parts.arena.num_bytes == parts.shape.num_bytes
-        assert len(parts.arena.staging) == STAGING_BYTES
         [arguments] = made.engines
         shape: ArenaShape = arguments["shape"]
         assert (shape, arguments["card"].source) == (parts.shape, parts.arena)
-        assert arguments["arena_buffer"] is parts.arena.exported
+        assert np.shares_memory(arguments["arena_buffer"], parts.arena.exported)
         assert made.checked == [3]
-        assert parts.arena.pair_parts is not None and parts.arena.pair_parts.device is made.device
     finally:
         parts.arena.close()
     assert arenas() == before
@@ -162,12 +153,22 @@ def test_the_format_of_an_engine_s_kv_is_part_of_its_name(model: str, engine: En
     assert (layout.fingerprint == load_model(config_of(model, "cpu")).layout.fingerprint) != layout.whole_blocks
 
 
-@pytest.mark.parametrize("carrier", ["auto", "nccl", "tcp"])
-def test_without_nccl_only_who_asks_for_it_is_refused(model: str, carrier: str, made: Made) -> None:
+@pytest.mark.parametrize(
+    ("carrier", "refusal"),
+    [
+        ("auto", ""),
+        ("tcp", ""),
+        ("nccl", "nccl cannot be had: the library is not installed"),
+        ("shm", "the carrier shm does not lead from a card"),
+    ],
+)
+def test_only_who_asks_for_a_carrier_that_is_not_there_is_refused(
+    model: str, carrier: str, refusal: str, made: Made
+) -> None:
     before = arenas()
-    made.library.refused = "the library is not installed"
-    if carrier == "nccl":
-        with pytest.raises(UserError, match="nccl cannot be had: the library is not installed"):
+    made.card.refusal = "the library is not installed"
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
             load(model, "cuda", carrier=carrier)
     else:
         parts = load(model, "cuda", carrier=carrier)
@@ -182,15 +183,15 @@ def test_an_engine_that_cannot_be_made_leaves_nothing_behind(model: str, made: M
     with pytest.raises(type(failure), match=str(failure)):
         load(model, "cuda")
     assert arenas() == before
-    assert not any(made.device.opened.values())
+    assert not any(made.card.opened.values())
 
 
 def test_a_card_that_fails_is_one_line_that_names_it(model: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(num_bytes: int) -> object:
-        raise DeviceError(f"allocate {num_bytes} bytes", "out of memory")
+        raise CardError(f"allocate {num_bytes} bytes", "out of memory")
 
     before = arenas()
-    monkeypatch.setattr(made.device, "allocate", allocate)
+    monkeypatch.setattr(made.card, "allocate", allocate)
     with pytest.raises(UserError, match=r"^cuda:1: allocate \d+ bytes: out of memory$"):
         load(model, "cuda:1")
     assert arenas() == before

@@ -22,10 +22,9 @@ __all__ = ["cases", "expected"]  # fixtures
 CARD = ("cuda:0",)
 CASES = {
     "auto": (CARD, "auto", "cuda"),
-    "shm": (CARD, "shm", "shm"),
     "tcp": (CARD, "tcp", "tcp"),
-    "prefill on a card": (("cuda:0", "cpu"), "auto", "shm"),
-    "decode on a card": (("cpu", "cuda:0"), "auto", "shm"),
+    "prefill on a card": (("cuda:0", "cpu"), "auto", "tcp"),
+    "decode on a card": (("cpu", "cuda:0"), "auto", "tcp"),
 }
 """The devices of two prefill and two decode workers, in turn; the carrier asked for; the one taken."""
 

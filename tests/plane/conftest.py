@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.cards.nccl.library import NcclLibrary
 from services.sim.platform import threads
 from tests.gpu import card, why_no_card
 from tests.plane.harness import (
@@ -89,11 +88,10 @@ def card_in_use() -> None:
     if not why_no_card():
         import torch
 
-        card().close()
+        one = card()
         torch.zeros(1, device="cuda")
-        library = NcclLibrary(0)
-        if library.refusal() is None:
-            library.make(library.new_id(), 1, 0).abort()
+        if one.no_communicators() is None:
+            one.join(one.new_id(), 0, 1).abort()
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +99,11 @@ def nothing_is_left(card_in_use: None) -> Iterator[None]:
     """No test leaves a thread, a descriptor or a file in shared memory behind."""
     before = set(threading.enumerate()), _descriptors(), _arenas()
     yield
-    gc.collect()  # an error that was raised keeps its frames, and those their views of the arena
-    gc.freeze()  # what outlives a test are modules and the like: not to be looked through after each of the next
     threads = [t for t in threading.enumerate() if t not in before[0]]
     for thread in threads:  # some that nobody need wait for are at their last line
         thread.join(DEADLINE_S)
+    gc.collect()  # an error that was raised keeps its frames, and those their views of the arena
+    gc.freeze()  # what outlives a test are modules and the like: not to be looked through after each of the next
     threads = [t for t in threads if t.is_alive()]
     assert not threads, f"left behind: {threads}"
     assert _arenas() <= before[2], "left behind in /dev/shm"

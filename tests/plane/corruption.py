@@ -10,14 +10,11 @@ from unittest import mock
 import numpy as np
 
 from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for, uniform_shape
-from dataplane.cards import ipc
-from dataplane.cards.fakes import fake_device
-from dataplane.cards.fakes.fake_communicator import FakeCommunicator
-from dataplane.cards.staged import StagedReader
 from dataplane.carriers.tcp import TcpReader
 from dataplane.memory import frames
 from dataplane.protocol.stream import TransferFailedError
 from dataplane.protocol.wire import Wire
+from tests.plane import fake_card
 from tests.plane.harness import LAYOUT, Holder, Target
 
 NUM_BLOCKS = 256
@@ -74,49 +71,20 @@ class _Tap:
 @contextmanager
 def tapped(flip: BitFlip) -> Iterator[None]:
     """Damage the KV that a reader of this process takes in: from a socket, or out of a holder's memory or card."""
-    land, land_staged, copy, gather = TcpReader.land, StagedReader.land, frames.copy, frames.gather
-    receive = FakeCommunicator.receive_now
-    plan, load = ipc.pair_moves, fake_device._load
-    between_arenas: list[Any] = []
+    take, copy = TcpReader.take, frames.copy
 
-    def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
-        return land(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
+    def take_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
+        return take(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
 
     def copy_damaged(source: Any, target: Any, stats: Any, hasher: Any) -> int:
         on_the_way = np.concatenate([rows.flatten() for rows in source.views()])
         flip.pass_on(on_the_way)
         return copy(frames.packed_rows(on_the_way, source.row_bytes, len(source.parts)), target, stats, hasher)
 
-    def land_staged_damaged(carrier: StagedReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
-        return land_staged(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
-
-    def plan_seen(*arguments: Any) -> Any:
-        between_arenas.append(plan(*arguments))
-        return between_arenas[-1]
-
-    def load_damaged(moves: Any, source: Any) -> Any:
-        rows = load(moves, source)
-        if any(moves is each for each in between_arenas):
-            flip.pass_on(rows)
-        return rows
-
-    def gather_damaged(source: Any, target: Any) -> None:
-        gather(source, target)
-        flip.pass_on(target)
-
-    def receive_damaged(communicator: FakeCommunicator, *args: Any) -> Any:
-        received = receive(communicator, *args)
-        flip.pass_on(received)
-        return received
-
     with (
-        mock.patch.object(FakeCommunicator, "receive_now", receive_damaged),
-        mock.patch.object(TcpReader, "land", land_damaged),
-        mock.patch.object(StagedReader, "land", land_staged_damaged),
-        mock.patch.object(frames, "gather", gather_damaged),
+        mock.patch.object(fake_card, "crossed", flip.pass_on),
+        mock.patch.object(TcpReader, "take", take_damaged),
         mock.patch.object(frames, "copy", copy_damaged),
-        mock.patch.object(ipc, "pair_moves", plan_seen),
-        mock.patch.object(fake_device, "_load", load_damaged),
     ):
         yield
 

@@ -18,13 +18,9 @@ import pytest
 
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
 from dataplane.blocks.ticket import Ticket, TicketSecrets
-from dataplane.cards.card_arena import CardArena
-from dataplane.cards.device import Device
-from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
-from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
-from dataplane.cards.nccl.communicator import LibraryThreads
-from dataplane.cards.nccl.pair import PairParts
-from dataplane.carriers import loopback
+from dataplane.cards.arena import CardArena
+from dataplane.cards.card import Card
+from dataplane.cards.card import wait_until as wait_for_card
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
@@ -40,7 +36,7 @@ from services.sim.platform.plane import SimNetwork, SimPlaneReader, SimPlaneServ
 from services.worker.core.leases import Grant, LeaseTable
 from tests import gpu
 from tests.gpu import GPU_MARKS
-from tests.waiting import wait_until
+from tests.plane.fake_card import Fabric, FakeCard, FakeMemory
 
 SECRET = b"the mesh's secret"
 SECRETS = TicketSecrets([SECRET])
@@ -56,17 +52,16 @@ DEADLINE_S = 60.0
 
 SIMULATED = "sim-"
 """Before the name of a carrier that is a simulated one."""
-STAGED = tuple(f"{ends}:{name}" for ends in ("card>card", "card>host", "host>card") for name in ("tcp", "shm"))
+STAGED = tuple(f"{ends}:tcp" for ends in ("card>card", "card>host", "host>card"))
 """Carriers by way of host memory, with where the holder and the target have their KV."""
-ON_CARDS = ("card>card:cuda", "peer>peer:cuda", "apart>apart:nccl")
-"""Carriers between cards. Peers are as two processes are to each other; apart are cards that do not see each other's
-memory."""
+ON_CARDS = ("card>card:cuda", "apart>apart:nccl")
+"""Carriers between cards. Apart are cards that do not see each other's memory."""
 FROM_OR_TO_CARDS = (*STAGED, *ON_CARDS)
 
 
 ON_GPU = tuple(
     pytest.param(f"{ends}:{name}", marks=GPU_MARKS)
-    for ends, names in (("gpu>gpu", ("cuda", "tcp", "shm")), ("gpu>host", ("tcp", "shm")), ("host>gpu", ("tcp", "shm")))
+    for ends, names in (("gpu>gpu", ("cuda", "tcp")), ("gpu>host", ("tcp",)), ("host>gpu", ("tcp",)))
     for name in names
 )
 """The same on a real card, where there is one."""
@@ -78,8 +73,8 @@ def name_of(param: str) -> str:
 
 
 def ends_of(param: str) -> tuple[str, str]:
-    """Return where the holder and the target of such a carrier have their KV: "card", "peer" (a card of another
-    process, or as good as), "apart" (a card whose memory the other does not see), "gpu" (a real card) or "host"."""
+    """Return where the holder and the target of such a carrier have their KV: "card", "apart" (a card whose memory the
+    other does not see), "gpu" (a real card) or "host"."""
     source, _, target = param.rpartition(":")[0].partition(">")
     return source or "host", target or "host"
 
@@ -105,9 +100,7 @@ class _Cards:
     seeds = itertools.count()
 
 
-_FABRIC = FakeFabric()
-STAGING_BYTES = 1 << 20
-"""Of arenas on fake cards: a few frames of most tests fit, and of some not."""
+_FABRIC = Fabric()
 
 
 def use_cards(*, holder: bool, target: bool, kind: str = "card") -> None:
@@ -154,17 +147,13 @@ class HostMemory:
 class CardMemory:
     """An arena on a fake card of its own, whose streams run late, and the stream of what stands for an engine."""
 
-    def __init__(self, shape: ArenaShape, staging_bytes: int | None = None) -> None:
-        self.card = self
+    def __init__(self, shape: ArenaShape) -> None:
         seed = next(_Cards.seeds)
         uuid = f"GPU-fake-{seed}" if _Cards.kind == "apart" else "GPU-fake-0"
-        self.device = FakeDevice(uuid, seed=seed, owner=f"owner-{seed}" if _Cards.kind == "peer" else "")
-        self.library = FakeLibrary(_FABRIC, self.device)
-        self.arena = CardArena(self.device, shape, STAGING_BYTES if staging_bytes is None else staging_bytes)
-        self.arena.pair_parts = PairParts(self.device, self.library, LibraryThreads())
-        self.stream = self.device.new_stream()
+        self.card = FakeCard(uuid, seed=seed, fabric=_FABRIC)
+        self.arena = CardArena(self.card, shape)
+        self.stream = self.card.stream()
         """The engine's."""
-        self._last_mark = 0
 
     @property
     def array(self) -> ByteArray:
@@ -179,50 +168,42 @@ class CardMemory:
     def compute(self, work: Callable[[], None]) -> int:
         """Let the card do it when it comes to it; return the mark of its end."""
         self.stream.run(work)
-        self._last_mark = self.arena.mark(self.stream.handle)
-        return self._last_mark
+        return self.arena.mark(self.stream.handle)
 
     def wait(self) -> None:
         """Wait for all that was to be computed."""
-        assert self.arena.wait_ready(self._last_mark, DEADLINE_S), "the card does not come to an end"
+        assert wait_for_card(self.stream.is_done, lambda: False, DEADLINE_S), "the card does not come to an end"
 
     def close(self) -> None:
         """Close it. What was taken for a transfer has come back, whatever became of the transfer."""
-        if self.device.work.died_of is None:
-            assert not self.arena.ring.used_bytes, f"slots that did not come back: {self.arena.ring.slots}"
         self.stream.close()
         self.arena.close()
-        assert not self.library.num_alive, "a communicator that nobody has aborted"
-        if self.device.work.died_of is None:
-            assert not +self.device.opened, f"left open on the card: {self.device.opened}"
-        self.device.close()
+        if self.card.died_of is None:
+            assert not +self.card.opened, f"left open on the card: {self.card.opened}"
+        self.card.close()
 
 
 class RealCardMemory:
     """An arena on a card that only its own calls reach. What stands for an engine writes to a copy on the host, which
     goes up in the order of its stream."""
 
-    card = None
-
-    def __init__(self, shape: ArenaShape, make_device: Callable[[], Device] = gpu.card) -> None:
-        self.device = make_device()
-        self.arena = CardArena(self.device, shape, STAGING_BYTES)
-        self.stream = self.device.new_stream()
-        self._copy = np.zeros(shape.num_bytes, np.uint8)
-        self.device.pin(self._copy)
+    def __init__(self, shape: ArenaShape, make_card: Callable[[], Card] = gpu.card) -> None:
+        self.card = None
+        self._card = make_card()
+        self.arena = CardArena(self._card, shape)
+        self.stream = self._card.stream()
+        self._copy = self._card.pinned(shape.num_bytes)
+        self._copy[:] = 0
         self._is_writing = False
-        self._last_mark = 0
 
     @property
     def array(self) -> ByteArray:
         """The KV as it lies on the card now; inside of `compute` what is to go there."""
-        if self._is_writing:
-            return self._copy
-        with contextlib.closing(self.device.new_event()) as event:
-            self.device.download(self.stream, self.arena.memory, 0, self._copy)
-            event.record(self.stream)
-            assert event.wait(DEADLINE_S), "the card does not come to an end"
-        return self._copy.copy()
+        if not self._is_writing:
+            self.stream.download(self.arena.memory, self._copy)
+            self.wait()
+            return self._copy.copy()
+        return self._copy
 
     def fill(self, value: int) -> None:
         """Set all bytes."""
@@ -235,20 +216,17 @@ class RealCardMemory:
         self._is_writing = True
         work()
         self._is_writing = False
-        self.device.upload(self.stream, self._copy, self.arena.memory, 0)
-        self._last_mark = self.arena.mark(self.stream.handle)
-        return self._last_mark
+        self.stream.upload(self._copy, self.arena.memory)
+        return self.arena.mark(self.stream.stream.ptr)
 
     def wait(self) -> None:
         """Wait for all that was to be computed."""
-        assert self.arena.wait_ready(self._last_mark, DEADLINE_S), "the card does not come to an end"
+        assert wait_for_card(self.stream.is_done, lambda: False, DEADLINE_S), "the card does not come to an end"
 
     def close(self) -> None:
-        assert not self.arena.ring.used_bytes, f"slots that did not come back: {self.arena.ring.slots}"
-        self.device.unpin(self._copy)
         self.stream.close()
         self.arena.close()
-        self.device.close()
+        self._card.close()
 
 
 Memory = HostMemory | CardMemory | RealCardMemory
@@ -424,17 +402,11 @@ class Holder:
             self.host = f"holder-{next(_Simulation.hosts)}"
             self.server = SimPlaneServer(_Simulation.network, self.host, *parts)
         self.server.start()
-        if _Cards.kind == "peer":
-            loopback.unregister(self.server)
         self.lease, self.progress = self.grant("lease-0")
 
     @property
     def endpoint(self) -> Endpoint:
-        return self.endpoint_for(READER)
-
-    def endpoint_for(self, reader: WorkerId) -> Endpoint:
-        """Return it as it is sent to the reader, with a pair where there are any: once the library has made an id."""
-        return endpoint_with_pair(self.server, reader)
+        return self.server.endpoint
 
     def lease_of(self, reader: WorkerId) -> Grant:
         """Return the lease, or for another than the first reader one more on the same."""
@@ -510,20 +482,6 @@ class Holder:
         self.memory.close()
 
 
-def endpoint_with_pair(server: PlaneServer, reader: WorkerId) -> Endpoint:
-    """Return what is sent to the reader, once the library has made an id if it makes any."""
-
-    def is_decided() -> bool:
-        endpoint = server.endpoint_for(reader)
-        if endpoint.pair is not None or "nccl" not in endpoint.carriers:
-            return True
-        parts = server.arena.pair_parts
-        return parts is None or parts.refusal() is not None
-
-    wait_until(is_decided)
-    return server.endpoint_for(reader)
-
-
 class Target:
     """A worker that reads."""
 
@@ -569,7 +527,7 @@ class Target:
         """Read all that the holder's lease is on, on this thread."""
         ticket = holder.ticket(holder.lease_of(self.name))
         fields = {"ticket": ticket, "num_tokens": holder.num_tokens} | changes
-        request = self.request(holder.endpoint_for(self.name), carrier=carrier, **fields)
+        request = self.request(holder.endpoint, carrier=carrier, **fields)
         return self.reader.read_blocking(request, on_started=on_started)
 
     def landed(self, end: int, start: int = 0) -> KV:

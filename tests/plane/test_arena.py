@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import uniform_shape
-from dataplane.carriers.shm import AttachedArenas
+from dataplane.carriers.host import AttachedArenas
 from dataplane.memory import arena as arena_module
 from dataplane.memory.arena import (
     HEADER_BYTES,

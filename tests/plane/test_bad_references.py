@@ -46,7 +46,6 @@ from tests.plane.harness import (
     Holder,
     Memory,
     Target,
-    endpoint_with_pair,
     fails,
     holder_memory,
     name_of,
@@ -97,7 +96,7 @@ class Lender:
     @property
     def endpoint(self):
         assert self.holder.plane is not None
-        return endpoint_with_pair(self.holder.plane, READER)
+        return self.holder.plane.endpoint
 
     def fill(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> None:
         """Compute a prompt, and keep it."""

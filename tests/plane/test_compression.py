@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import KVLayout
-from dataplane.cards import limits
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent, heads_of
@@ -137,7 +136,6 @@ def test_block_that_does_not_fit_a_frame_is_cut(
     holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TcpHolder, "frame_bytes", 7 * 2 * LAYOUT.token_bytes)
-    monkeypatch.setattr(limits, "STAGED_FRAME_BYTES", 7 * 2 * LAYOUT.token_bytes)
     holder.compute_all()
     landed = target.read_from(holder, "tcp", wire_dtype="int8")
     assert landed.stats.num_frames > 3 * 300 / 7
@@ -214,7 +212,7 @@ def test_a_block_that_is_begun_waits_for_its_rest() -> None:
     frame = planner.next([40, 40, 20])
     assert frame is not None and (frame.layer, frame.num_layers, frame.num_tokens) == (0, 2, 32)
     landing.expect(frame)
-    landing.received(frame, int)
+    landing.received(frame, 0)
     frame = planner.next([100, 40, 31])
     assert frame is not None and (frame.layer, frame.num_tokens) == (2, 16)
     with pytest.raises(ProtocolError, match="wrong length"):

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment
-from dataplane.cards import limits
-from dataplane.cards.ipc import CudaHolder
-from dataplane.cards.nccl.paired import PairedHolder
+from dataplane.cards.ends import CudaHolder, NcclHolder
 from dataplane.carriers.shm import SharedHolder
 from dataplane.carriers.tcp import TcpHolder
 from tests.plane.harness import (
@@ -91,7 +89,7 @@ def test_frames_are_bounded_and_many(
     carrier: str, make_holder: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedHolder, "frame_bytes", 4 << 20)
-    monkeypatch.setattr(PairedHolder, "frame_bytes", 4 << 20)
+    monkeypatch.setattr(NcclHolder, "frame_bytes", 4 << 20)
     monkeypatch.setattr(CudaHolder, "frame_bytes", 4 << 20)
     layout = KVLayout(weights="w", dtype="bfloat16", num_layers=5, num_kv_heads=8, head_dim=512, block_size=16)
     holder, target = make_holder((carrier,), 311, layout), Target(layout)  # 24 MiB
@@ -109,8 +107,7 @@ def test_more_frames_than_may_be_under_way(
     monkeypatch.setattr(SharedHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(TcpHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(CudaHolder, "frame_bytes", frame_bytes)
-    monkeypatch.setattr(limits, "STAGED_FRAME_BYTES", frame_bytes)
-    monkeypatch.setattr(PairedHolder, "frame_bytes", frame_bytes)
+    monkeypatch.setattr(NcclHolder, "frame_bytes", frame_bytes)
     with running(holder.compute_all):
         landed = target.read_from(holder, carrier)
     assert landed.stats.num_frames > 20

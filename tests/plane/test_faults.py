@@ -8,10 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.cards.fakes.fake_communicator import FakeCommunicator
-from dataplane.cards.ipc import CudaReader
-from dataplane.cards.lane import Lane
-from dataplane.cards.nccl.pair_core import ReaderCore
 from dataplane.ends.reader import Landed
 from dataplane.limits import MAX_TRAILER_BYTES
 from dataplane.memory import frames
@@ -19,6 +15,8 @@ from dataplane.protocol.stream import HEADER_BYTES, Kind, TransferFailedError, d
 from dataplane.protocol.wire import SocketWire
 from dataplane.times import PlaneTimes
 from schemas.ids import WorkerId
+from tests.plane import fake_card
+from tests.plane.fake_card import FakeStream
 from tests.plane.harness import (
     CARRIERS,
     DEADLINE_S,
@@ -220,18 +218,16 @@ def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch:
         changed[-1] ^= 1
         return digest(frames.packed_rows(changed, rows.row_bytes), stats, hasher)
 
-    receive_now = FakeCommunicator.receive_now
-
-    def receive_something_else(communicator, operation, place):
-        receive_now(communicator, operation, place)[-1] ^= 1
+    def damage(data) -> None:
+        data.reshape(-1)[-1] ^= 1
 
     holder.compute_all()
     if holder.card is None:
         monkeypatch.setattr(frames, "digest", digest_of_something_else)
-    elif carrier == "nccl":
-        monkeypatch.setattr(FakeCommunicator, "receive_now", receive_something_else)
+    elif carrier == "tcp":
+        holder.card.damages = "download"
     else:
-        holder.card.device.corrupt_next("move" if carrier == "cuda" else "download")
+        monkeypatch.setattr(fake_card, "crossed", damage)
     error = fails(lambda: target.read_from(holder, carrier))
     seen_by_holder = holder.card is not None and carrier == "tcp"  # it compares with what its card has found
     assert (error.code, error.num_landed_tokens) == ("device" if seen_by_holder else "digest", 0)
@@ -310,7 +306,7 @@ async def test_cancelled_before_it_has_begun(carrier: str, holder: Holder, targe
 async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second cancellation does not free the blocks under a copy that still runs."""
     copying, go_on = threading.Event(), threading.Event()
-    rows, bring_in, land = frames.SequenceMemory.rows, Lane.bring_in, CudaReader.land
+    rows, copy = frames.SequenceMemory.rows, FakeStream.copy
 
     def held_up(self, data):
         if target.card is None and np.may_share_memory(self.array, target.array):
@@ -318,33 +314,15 @@ async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, mon
             assert go_on.wait(DEADLINE_S)
         return rows(self, data)
 
-    def held_up_on_the_card(self, slot, runs, data):
-        assert target.card is not None
-        target.card.device.stall()
-        passage = bring_in(self, slot, runs, data)
-        copying.set()
-        return passage
-
-    def held_up_between_cards(self, *arguments):
-        target.card.device.stall()
-        digest = land(self, *arguments)
-        copying.set()
-        return digest
+    def held_up_on_the_card(stream, source, source_rows, memory, rows):
+        if memory is target.arena.memory:
+            target.card.is_stalled = True
+            copying.set()
+        copy(stream, source, source_rows, memory, rows)
 
     monkeypatch.setattr(frames.SequenceMemory, "rows", held_up)
-    take = ReaderCore.take
-
-    def held_up_when_it_has_come(core, *args):
-        assert target.card is not None
-        buffer = take(core, *args)
-        if buffer is not None:
-            target.card.device.stall()
-            copying.set()
-        return buffer
-
-    monkeypatch.setattr(Lane, "bring_in", held_up_on_the_card)
-    monkeypatch.setattr(ReaderCore, "take", held_up_when_it_has_come)
-    monkeypatch.setattr(CudaReader, "land", held_up_between_cards)
+    if target.card is not None:
+        monkeypatch.setattr(FakeStream, "copy", held_up_on_the_card)
     holder.compute_all()
     task = asyncio.create_task(_read(target, holder, carrier))
     assert await asyncio.to_thread(copying.wait, DEADLINE_S)
@@ -355,7 +333,7 @@ async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, mon
     assert not task.done(), "the thread may still write"
     go_on.set()
     if target.card is not None:
-        target.card.device.resume()
+        target.card.is_stalled = False
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not [t for t in threading.enumerate() if t.name == "kv-read"]

@@ -50,7 +50,7 @@ class HolderProcess:
         self._process.communicate("exit\n" if self._process.poll() is None else None, timeout=DEADLINE_S)
 
 
-@pytest.fixture(params=["shm", "tcp", "card>card:tcp", "card>host:shm", "host>card:tcp", "card>card:cuda", *ON_GPU])
+@pytest.fixture(params=["shm", "tcp", "card>card:tcp", "card>host:tcp", "host>card:tcp", "card>card:cuda", *ON_GPU])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
 

@@ -23,7 +23,6 @@ from dataplane.blocks.layout import (
     num_blocks_for,
     segments_of,
 )
-from dataplane.cards import limits
 from dataplane.carriers.shm import SharedHolder
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory import frames
@@ -179,7 +178,6 @@ def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedHolder, "frame_bytes", case.frame_bytes)
         patch.setattr(TcpHolder, "frame_bytes", case.frame_bytes)
-        patch.setattr(limits, "STAGED_FRAME_BYTES", case.frame_bytes)
         for shard in shards(case.target[0], case.num_targets):
             before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.num_bytes, np.uint8)
             target, stats = read_all(carrier, case, kv, shard)
@@ -208,7 +206,6 @@ def test_what_is_compressed_arrives_as_its_codec_says(carrier: str, case: Case, 
     frame_bytes = max(case.frame_bytes, BLOCK * 2 * NUM_HEADS * HEAD_BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TcpHolder, "frame_bytes", frame_bytes)
-        patch.setattr(limits, "STAGED_FRAME_BYTES", frame_bytes)
         for shard in shards(case.target[0], case.num_targets):
             before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.num_bytes, np.uint8)
             target, stats = read_all(carrier, case, kv, shard, wire_dtype=wire_dtype)

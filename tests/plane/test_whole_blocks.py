@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane.cards import limits
-from dataplane.cards.ipc import CudaHolder
-from dataplane.cards.nccl import paired
+from dataplane.cards.ends import CudaHolder, NcclHolder
 from dataplane.carriers.shm import SharedHolder
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory.extent import HeadRange
@@ -34,7 +33,7 @@ BLOCK_BYTES = LAYOUT.layer_block_bytes
 """Of one layer: no frame is smaller."""
 
 
-ON_CARDS = ("card>host:shm", "host>card:tcp", "card>card:cuda", "apart>apart:nccl")
+ON_CARDS = ("card>host:tcp", "host>card:tcp", "card>card:cuda", "apart>apart:nccl")
 
 
 @pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS), *ON_CARDS])
@@ -66,9 +65,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Header]:
         return frame
 
     monkeypatch.setattr(FramePlanner, "next", noted)
-    for carrier in (SharedHolder, TcpHolder, CudaHolder, paired.PairedHolder):
+    for carrier in (SharedHolder, TcpHolder, CudaHolder, NcclHolder):
         monkeypatch.setattr(carrier, "frame_bytes", 2 * BLOCK_BYTES + 1)
-    monkeypatch.setattr(limits, "STAGED_FRAME_BYTES", 2 * BLOCK_BYTES + 1)
     return frames
 
 
@@ -115,7 +113,7 @@ def test_a_block_that_is_larger_than_a_frame_goes_whole(
 def test_a_block_that_a_pair_s_buffer_does_not_hold_is_refused(
     carrier: str, make_holder: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.cards.card_arena.BUFFER_BYTES", BLOCK_BYTES - 1)
+    monkeypatch.setattr(limits, "NCCL_FRAME_BYTES", BLOCK_BYTES - 1)
     holder, target = make_holder(("nccl",), NUM_TOKENS, LAYOUT), Target(LAYOUT)
     assert fails(lambda: target.read_from(holder, "nccl")).code == "carrier"
     target.close()
@@ -212,15 +210,6 @@ def test_a_reader_that_asks_for_a_part_of_a_block_is_refused(
     assert b'"range"' in heard and said.encode() in heard
     holder.server.close()
     assert holder.server.num_refused == 1 and not holder.gate.num_started
-
-
-@over_tcp
-def test_a_reader_whose_frames_have_no_room_for_a_block_is_told(holder: Holder) -> None:
-    holder.compute_all()
-    with knock(holder) as sock:
-        sock.sendall(opening(holder, "tcp", num_tokens=NUM_TOKENS, frame_bytes=BLOCK_BYTES - 1))
-        heard = hears(sock)
-    assert b'"carrier"' in heard and str(BLOCK_BYTES).encode() in heard
 
 
 @over_tcp

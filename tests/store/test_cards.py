@@ -11,10 +11,9 @@ from tests.store.test_service import behind, cooled_blocks_outlive_their_worker
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
-@pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @pytest.mark.parametrize("layout", [LAYOUT, WHOLE], ids=["any", "whole"])
 async def test_cooled_blocks_outlive_their_worker(
-    kind: str, carrier: str, layout: KVLayout, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, layout: KVLayout, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    config = config_of(carrier=carrier, **behind(kind, tmp_path, request))
+    config = config_of(carrier="tcp", **behind(kind, tmp_path, request))
     await cooled_blocks_outlive_their_worker(kind, config, layout, on_cards=True)

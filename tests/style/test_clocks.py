@@ -21,7 +21,6 @@ EXCEPTIONS = {
     "tests/gateway/test_strangers.py": 1,
     "tests/gateway/test_survival.py": 2,
     "tests/mesh/processes.py": 1,
-    "tests/plane/pair_world.py": 1,
     "tests/plane/test_reuse.py": 2,
     "tests/scheduler/policies.py": 1,
     "tests/store/rig.py": 1,

@@ -44,7 +44,7 @@ def test_every_module_imports_where_cupy_is_not_installed() -> None:
 
 
 def test_the_modules_of_a_card_import_without_one() -> None:
-    modules = "dataplane.cards.cuda.cuda_driver, dataplane.cards.cuda.kernel, dataplane.cards.device_arena"
+    modules = "dataplane.cards.cupy_card, dataplane.cards.arena"
     run(f"import sys, {modules}; assert not {{'cupy', 'torch'}} & set(sys.modules)")
 
 
@@ -57,18 +57,18 @@ def test_who_runs_without_a_card_loads_nothing_of_one() -> None:
 
 def test_cupy_itself_imports_without_a_card() -> None:
     pytest.importorskip("cupy")
-    run("import cupy; from cupy.cuda import driver, nccl, nvrtc, runtime")
+    run("import cupy; from cupy.cuda import nccl, runtime")
 
 
 def test_a_machine_without_cupy_is_told_so() -> None:
     code = """
 import sys
 sys.modules["cupy"] = None
-from dataplane.cards.cuda.cuda_driver import find_device
-from dataplane.cards.device import DeviceError
+from dataplane.cards.card import CardError
+from dataplane.cards.cupy_card import CupyCard
 try:
-    find_device()
-except DeviceError as error:
+    CupyCard()
+except CardError as error:
     print(error)
 """
     assert run(code).startswith("CUDA: CuPy is not installed")

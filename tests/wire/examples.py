@@ -22,7 +22,6 @@ from schemas.handoff import (
     KVOffered,
     KVReleased,
     KVStreaming,
-    PairOffer,
 )
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.kv import (
@@ -140,7 +139,6 @@ ENDPOINT = Endpoint(
     arena="kvmesh-a1",
     arena_nonce="n0nce",
     card="GPU-5e88",
-    pair=PairOffer(unique_id=b"an id of NCCL's", generation=3),
 )
 INFO = WorkerInfo(
     worker_id=SOURCE,
@@ -296,7 +294,6 @@ EXAMPLES: tuple[Message, ...] = (
         fingerprint="f00d",
         num_tokens=100,
         arena_nonce="n0nce",
-        pair=ENDPOINT.pair,
     ),
     KVStreaming(**REQUEST, **HANDOFF, carrier="shm"),
     KVLanded(**REQUEST, **HANDOFF, lease_id=LEASE, carrier="shm", num_tokens=100, num_bytes=1_048_576),
@@ -337,7 +334,6 @@ EXAMPLES: tuple[Message, ...] = (
         first_token=48,
         num_tokens=80,
         arena_nonce="n0nce",
-        pair=ENDPOINT.pair,
         more_comes=True,
     ),
     BlocksCooling(**HOLDER, block_hashes=HASHES, tenant="t"),

@@ -3,6 +3,7 @@ a card was asked for: it takes seconds, and asks for libraries that other machin
 
 import logging
 import time
+from typing import Any, cast
 
 import torch
 
@@ -27,13 +28,13 @@ def place_on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings
     """
     device = check_card(card)  # says what is missing, and what to do
     try:
-        arena = make_card_arena(card, shape, staging_bytes=settings.staging_bytes, carrier=settings.carrier)
+        arena = make_card_arena(card, shape, carrier=settings.carrier)
     except CardRefusedError as error:
         raise UserError(str(error)) from error
     try:
         engine = load_engine(
             checkpoint,
-            arena_buffer=torch.from_dlpack(arena.exported),
+            arena_buffer=torch.from_dlpack(cast(Any, arena.exported)),
             shape=shape,
             card=CardStream(device, arena.mark),
         )
@@ -41,7 +42,7 @@ def place_on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings
     except BaseException:
         arena.close()
         raise
-    return PlacedEngine(arena, engine, f"cuda:{card} {arena.device.name}")
+    return PlacedEngine(arena, engine, f"cuda:{card} {arena.card.name}")
 
 
 def compute_largest(engine: TransformersEngine, checkpoint: Checkpoint, shape: ArenaShape, token_budget: int) -> None:

@@ -16,19 +16,20 @@ import numpy as np
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.carrier import ReaderCarrier
-from dataplane.carriers.host import HostArena, HostReaderSide
-from dataplane.carriers.kv_arena import AUTO, KVArena
-from dataplane.carriers.shm import FrameSource, SharedReader
+from dataplane.carriers.carrier import AUTO, KVArena, ReaderEnd
+from dataplane.carriers.host import HostArena
+from dataplane.carriers.shm import SharedReader, holder_memory
 from dataplane.ends.choice import CarrierImpossibleError, Choice
 from dataplane.ends.connections import Cancellation
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.memory import frames
-from dataplane.memory.arena import HEADER_BYTES, ArenaMissingError, ByteArray
+from dataplane.memory.arena import HEADER_BYTES, ArenaMissingError
 from dataplane.memory.checksum import FrameHash
+from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Rows, SequenceMemory
-from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.stream import Accepted, Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
@@ -281,7 +282,8 @@ class SimPlaneReader(PlaneReader):
         secrets: TicketSecrets,
         times: PlaneTimes | None = None,
     ) -> None:
-        super().__init__(arena, shape, secrets, times, side=SimReaderSide(network, host_arena(arena), shape))
+        super().__init__(arena, shape, secrets, times)
+        self._memory = host_arena(arena)
         self._network = network
         self._host = host
 
@@ -302,28 +304,22 @@ class SimPlaneReader(PlaneReader):
         assert isinstance(wire, SimWire)
         self._network.begin_stream(wire)
 
-
-class SimReaderSide(HostReaderSide):
-    """Copies from the arenas of those who serve on the network."""
-
-    def __init__(self, network: SimNetwork, arena: HostArena, shape: ArenaShape) -> None:
-        super().__init__(arena, shape)
-        self._network = network
-
-    def holder_memory(self, carrier: str, endpoint: Endpoint) -> ByteArray:
+    def _end(
+        self, endpoint: Endpoint, accepted: Accepted, target: SequenceRuns, extent: Extent, frame_hash: FrameHash
+    ) -> ReaderEnd:
+        if accepted.carrier == tcp.NAME:
+            return super()._end(endpoint, accepted, target, extent, frame_hash)
         arena = self._network.arena(endpoint.arena_nonce)
         if arena is None:
             raise ArenaMissingError(endpoint.arena, "the holder has gone")
-        return arena.array
-
-    def shared_reader(self, source: FrameSource, target: SequenceMemory, frame_hash: FrameHash) -> ReaderCarrier:
-        return _PacedReader(source, target, frame_hash)
+        source = holder_memory(arena.array, accepted, self._shape, extent)
+        return _PacedReader(source, SequenceMemory(self._memory.array, target), frame_hash)
 
 
 class _PacedReader(SharedReader):
     """Copies from the holder's memory piece by piece, so that other threads run in between."""
 
-    def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
+    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         assert isinstance(wire, SimWire)
         source, target = self._source.rows(data), self._target.rows(data)
         arrived = np.concatenate([piece.flatten() for piece in _paced(wire, source.views())])

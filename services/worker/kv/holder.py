@@ -16,7 +16,7 @@ import msgspec
 from dataplane.addresses import EVERYWHERE
 from dataplane.blocks.layout import ArenaShape, BlockTables, block_ids, num_distinct_blocks
 from dataplane.blocks.ticket import Ticket
-from dataplane.carriers.kv_arena import KVArena
+from dataplane.carriers.carrier import KVArena
 from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.memory.content_tags import BlockContents
 from dataplane.protocol.progress import KVProgress
@@ -135,7 +135,6 @@ class KVHolder(Generic[MemoryT]):
         """Return the signed offer of a hand-over's lease, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot offer"
         grant.traceparent = traceparent
-        endpoint = self.plane.endpoint_for(grant.reader)
         return KVOffered(
             **handoff_fields(request, self.worker_id),
             lease_id=grant.lease_id,
@@ -143,8 +142,7 @@ class KVHolder(Generic[MemoryT]):
             lease_ms=lease_ms,
             ticket=self.credentials.secrets.sign(grant.ticket(self.incarnation)),
             incarnation=self.incarnation,
-            arena_nonce=endpoint.arena_nonce,
-            pair=endpoint.pair,
+            arena_nonce=self.arena.nonce,
             fingerprint=self.shape.layout.fingerprint,
             num_tokens=grant.num_tokens,
         )
@@ -153,7 +151,6 @@ class KVHolder(Generic[MemoryT]):
         """Return the signed terms of a lease on what is all here, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot lend"
         grant.traceparent, grant.readable_ns = traceparent, time.monotonic_ns()
-        endpoint = self.plane.endpoint_for(grant.reader)
         return LeaseGranted(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -164,8 +161,7 @@ class KVHolder(Generic[MemoryT]):
             lease_ms=grant.expires_at_ms - now_ms(),
             ticket=self.credentials.secrets.sign(grant.ticket(self.incarnation)),
             incarnation=self.incarnation,
-            arena_nonce=endpoint.arena_nonce,
-            pair=endpoint.pair,
+            arena_nonce=self.arena.nonce,
             first_token=grant.first_token,
             num_tokens=grant.num_tokens,
         )

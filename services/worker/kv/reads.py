@@ -240,7 +240,7 @@ class KVReads:
         endpoint = await self.peers.endpoint(holder, terms.incarnation)
         if endpoint is None:
             raise NotGrantedError(f"nobody knows {holder} as {terms.incarnation[:32]!r}", end=ReadEnd.UNKNOWN)
-        return msgspec.structs.replace(endpoint, arena_nonce=terms.arena_nonce, pair=terms.pair)
+        return msgspec.structs.replace(endpoint, arena_nonce=terms.arena_nonce)
 
     def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
         request_id, attempt = read.key

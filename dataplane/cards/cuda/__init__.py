@@ -1,1 +1,0 @@
-"""A CUDA card: the driver by CuPy, and the one kernel."""

@@ -1,1 +1,0 @@
-"""Cards that are not there, for tests and for machines without one."""

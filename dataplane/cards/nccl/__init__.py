@@ -1,1 +1,0 @@
-"""KV between two cards: a communicator for each pair of workers."""
