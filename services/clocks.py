@@ -20,6 +20,36 @@ log = logging.getLogger(__name__)
 
 NUM_SOON = 8
 """So often the time is asked for in quick succession, as a service starts."""
+TOGETHER_MS = 1_000
+"""Of two schedulers whose ages differ by less the tokens decide: ages are told with the delay of a message."""
+FORGOTTEN_NS = 60_000_000_000
+"""A scheduler that was not heard for so long lives no more."""
+
+
+def is_elder(told: TimeTold, age_ms: int, token: str) -> bool:
+    """Say whether the scheduler that has told the time counts beside one of this age and token; all decide alike."""
+    ahead_ms = told.age_ms - age_ms
+    return told.token < token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
+
+
+class Eldest:
+    """The scheduler that a service goes by, the eldest of those that it hears: until schedulers of machines with other
+    clocks have agreed, who asks now the one and now the other would go to and fro."""
+
+    def __init__(self) -> None:
+        self._told: TimeTold | None = None
+        self._heard_ns = 0
+
+    def follows(self, told: TimeTold) -> bool:
+        """Say whether to go by the scheduler that has told the time."""
+        now_ns, known = time.monotonic_ns(), self._told
+        passed_ns = now_ns - self._heard_ns
+        if known is not None and told.token != known.token and passed_ns < FORGOTTEN_NS:
+            age_ms = known.age_ms + passed_ns // 1_000_000
+            if not is_elder(told, age_ms, known.token):
+                return False
+        self._told, self._heard_ns = told, now_ns
+        return True
 
 
 async def keep_time(
@@ -27,9 +57,11 @@ async def keep_time(
     clock: MeshClock,
     metrics: Metrics,
     times: TelemetryTimes,
-    follows: Callable[[TimeTold], bool] = lambda _: True,
+    follows: Callable[[TimeTold], bool] | None = None,
 ) -> None:
-    """Ask, now and every so often, until cancelled. `follows`: whether the scheduler that answers is to be believed."""
+    """Ask, now and every so often, until cancelled. `follows`: whether the scheduler that answers is to be believed;
+    None: the eldest is."""
+    follows = follows or Eldest().follows
     metrics.on_sample(lambda: metrics.put(CLOCK_AHEAD, {(): clock.machine_ahead_ns / 1e9}))
     question, named_ms, num_asked = AskTime(), 0, 0
     while True:

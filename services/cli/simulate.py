@@ -171,7 +171,8 @@ def _print_table(total: "object", rest: str, wall_s: float) -> None:
             console.print(f"  {problem}", markup=False)
         console.print(f"  again: {_replay(failure, rest)}", markup=False)
     if len(total.failures) > MAX_PROBLEMS_SHOWN:
-        console.print(f"and {len(total.failures) - MAX_PROBLEMS_SHOWN} more seeds")
+        others = ", ".join(str(failure.seed) for failure in total.failures[MAX_PROBLEMS_SHOWN:])
+        console.print(f"and seeds {others}")
     if not total.failures:
         console.print("[green]no promise was broken[/green]")
 

@@ -5,12 +5,8 @@ import time
 
 from schemas.worker import AskTime, TimeTold
 from services.bus.typed import Received
+from services.clocks import FORGOTTEN_NS, is_elder
 from services.telemetry import MeshClock
-
-TOGETHER_MS = 1_000
-"""Of two schedulers whose ages differ by less the tokens decide: ages are told with the delay of a message."""
-FORGOTTEN_NS = 60_000_000_000
-"""An elder that was not heard for so long lives no more."""
 
 
 class ElderClock:
@@ -32,11 +28,10 @@ class ElderClock:
 
     def follows(self, told: TimeTold) -> bool:
         """Say whether this scheduler goes by the one that has told the time; both decide alike."""
-        ahead_ms = told.age_ms - self._age_ms()
-        is_elder = told.token < self._token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
-        if is_elder:
+        follows = is_elder(told, self._age_ms(), self._token)
+        if follows:
             self._elder_ns = time.monotonic_ns()
-        return is_elder
+        return follows
 
     def _age_ms(self) -> int:
         return (time.monotonic_ns() - self._began_ns) // 1_000_000

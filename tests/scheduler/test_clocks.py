@@ -11,10 +11,10 @@ from schemas import subjects
 from schemas.worker import AskTime, TimeTold
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.clocks import keep_time
+from services.clocks import FORGOTTEN_NS, Eldest, keep_time
 from services.config import MeshConfig
 from services.metrics import Metrics
-from services.scheduler.elder import FORGOTTEN_NS, ElderClock
+from services.scheduler.elder import ElderClock
 from services.scheduler.service import run_scheduler
 from services.telemetry import MeshClock
 from services.times import TelemetryTimes
@@ -112,6 +112,20 @@ async def test_of_two_that_began_together_one_follows() -> None:
     told = [await each.tell(ASK) for each in both]
     assert sorted((both[0].follows(told[1]), both[1].follows(told[0]))) == [False, True]
     assert not any(each.follows(said) for each, said in zip(both, told, strict=True)), "nobody follows itself"
+
+
+async def test_a_service_goes_by_the_eldest_that_it_has_heard() -> None:
+    eldest, began_s = Eldest(), time.monotonic()
+
+    def told(age_s: float, token: str) -> bool:
+        age_ms = round((age_s + time.monotonic() - began_s) * 1_000)
+        return eldest.follows(TimeTold(unix_ns=0, age_ms=age_ms, token=token))
+
+    assert told(10.0, "b"), "nobody else is known"
+    assert not told(5.0, "c") and not told(9.9, "c"), "it is younger, or as old and the other one counts"
+    assert told(10.1, "a") and not told(10.0, "b") and told(20.0, "z") and told(20.0, "z")
+    await asyncio.sleep(FORGOTTEN_NS / 1e9)
+    assert told(1.0, "y"), "the elder is gone"
 
 
 async def test_a_scheduler_answers_services() -> None:
