@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from services.telemetry.context import SpanRef, context_of
+from services.telemetry.context import parse_traceparent
 from services.telemetry.limits import MAX_SERIES
 
 log = logging.getLogger(__name__)
@@ -81,13 +81,13 @@ class Metrics:
         self._num_series: dict[str, int] = {}
         self._samplers: list[Callable[[], None]] = []
 
-    def inc(self, metric: MetricName, *labels: str, by: float = 1, trace: SpanRef = "") -> None:
+    def inc(self, metric: MetricName, *labels: str, by: float = 1, trace: str = "") -> None:
         """Count. A span of a sampled trace becomes the exemplar."""
         child = self._child(metric, labels)
         assert isinstance(child, Counter)
         child.inc(by, exemplar_of(trace))
 
-    def observe(self, metric: MetricName, value: float, *labels: str, trace: SpanRef = "") -> None:
+    def observe(self, metric: MetricName, value: float, *labels: str, trace: str = "") -> None:
         """Add a value to a histogram. A span of a sampled trace becomes the exemplar of its bucket."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
@@ -200,9 +200,9 @@ class _Sampled(Collector):
             yield family
 
 
-def exemplar_of(trace: SpanRef) -> dict[str, str] | None:
+def exemplar_of(trace: str) -> dict[str, str] | None:
     """Return a span's ids as labels of an exemplar; None where there is no span, or its trace is not sampled."""
-    context = context_of(trace)
-    if context is None or not context.is_sampled:
+    context = parse_traceparent(trace)
+    if context is None or not context.trace_flags.sampled:
         return None
-    return {"trace_id": context.trace_id, "span_id": context.span_id}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}

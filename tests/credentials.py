@@ -8,7 +8,6 @@ from schemas.kv import RequestLease
 from schemas.request import ReserveBlocks, RunPrefill
 from schemas.subjects import CarriesT, Subject
 from services.bus.typed import ReplyT, TypedBus
-from services.telemetry import SpanRef
 from services.trust.credentials import TenantSigner, credentials_for
 
 SECRET = b"a secret of the tests"
@@ -34,7 +33,7 @@ class GatewayBus(TypedBus):
         ids: tuple[str, ...],
         message: CarriesT,
         timeout_s: float,
-        trace: SpanRef = "",
+        trace: str = "",
     ) -> ReplyT:
         if isinstance(message, RunPrefill | ReserveBlocks | RequestLease) and not message.proof:
             message = proved(message)  # type: ignore[assignment]

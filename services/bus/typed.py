@@ -26,7 +26,6 @@ from services.bus.base import (
 from services.metric_names import BUS_CONNECTS, BUS_FAILURES, BUS_SECONDS, DROPPED, label_of
 from services.metrics import Metrics
 from services.runtime import now_ms
-from services.telemetry import SpanRef
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class TypedBus:
         await self.connection.announce(self.service, description, self.identity)
 
     async def publish(
-        self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, trace: SpanRef = ""
+        self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, trace: str = ""
     ) -> None:
         """Send an event. Raises BusError."""
         _check_carries(subject, message)
@@ -87,7 +86,7 @@ class TypedBus:
         ids: tuple[str, ...],
         message: CarriesT,
         timeout_s: float,
-        trace: SpanRef = "",
+        trace: str = "",
     ) -> ReplyT:
         """Send a request and return its reply, one of the types that the subject allows.
 
@@ -252,8 +251,8 @@ def _failure_of(error: BusError) -> str:
     return "timed_out" if isinstance(error, RequestTimedOutError) else "failed"
 
 
-def headers_of(message: Message, trace: SpanRef) -> dict[str, str]:
+def headers_of(message: Message, trace: str) -> dict[str, str]:
     headers = {SCHEMA_HEADER: type(message).__name__}
     if trace:
-        headers[TRACEPARENT_HEADER] = trace if isinstance(trace, str) else trace.traceparent
+        headers[TRACEPARENT_HEADER] = trace
     return headers

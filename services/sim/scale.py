@@ -43,7 +43,6 @@ from services.sim.platform.meter import CpuMeter
 from services.sim.platform.plane import SimNetwork, sim_platform
 from services.sim.verdict.rest import problems_now
 from services.sim.world import SimOptions, World, undisturbed
-from services.telemetry.context import new_trace
 from services.worker.platform import Platform
 
 MAX_WORKERS = 1_000
@@ -252,7 +251,7 @@ class ScaleWorld(World):
             key=key,
             sampling=SamplingParams(max_tokens=request.max_tokens, seed=request.number, ignore_eos=True),
             deadline_ms=now_ms() + round(REQUEST_TIMEOUT_S * 1000),
-            trace=new_trace(0.0),
+            trace=requests.telemetry.child_of(""),
         )
         live = requests.submit(job, 0, mailbox)
         while seen.ended_s is None:

@@ -1,12 +1,11 @@
 """Traces: names of spans and attributes, how spans are made and sampled, and where they are exported.
 
 Spans of work on other threads are recorded after the fact, with explicit times: no span is held open on a hot path. A
-span's ids are a `TraceContext`; between processes they travel as a W3C traceparent. Only `otlp.py` imports
-OpenTelemetry.
+span is named by its W3C traceparent. OpenTelemetry is imported here alone.
 """
 
 from services.telemetry.clock import MeshClock
-from services.telemetry.context import SpanRef, TraceContext, context_of, parse_traceparent
+from services.telemetry.context import is_sampled, parse_traceparent, trace_id_of
 from services.telemetry.export import FileExporter, ListExporter
 from services.telemetry.names import Key, SpanName
 from services.telemetry.record import Attributes, AttributeValue, SpanRecord
@@ -22,10 +21,9 @@ __all__ = [
     "OpenSpan",
     "SpanName",
     "SpanRecord",
-    "SpanRef",
     "Telemetry",
-    "TraceContext",
-    "context_of",
+    "is_sampled",
     "open_telemetry",
     "parse_traceparent",
+    "trace_id_of",
 ]

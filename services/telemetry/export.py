@@ -1,49 +1,34 @@
-"""Exporters of spans, and the thread that calls them."""
+"""Exporters of spans that need no back end: to files and to a list."""
 
 import logging
 import re
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from services.files import open_private, private_folder
-from services.telemetry.limits import MAX_BATCH, MAX_UNSENT, TRACE_FILES
-from services.telemetry.record import SpanRecord
-from services.times import TelemetryTimes
+from services.telemetry.limits import TRACE_FILES
+from services.telemetry.record import SpanRecord, record_of
 
 log = logging.getLogger(__name__)
 
 
-class Exporter(Protocol):
-    """Takes spans in the order in which they were recorded: a parent before its children where one process records
-    both.
-
-    `export` never raises. `close` is called from another thread, and ends an `export` that still tries.
-    """
-
-    def export(self, spans: Sequence[SpanRecord]) -> None: ...
-    def close(self) -> None: ...
-
-
-class ListExporter:
+class ListExporter(SpanExporter):
     """Appends spans to a list, for a simulation or a test."""
 
     def __init__(self, records: list[SpanRecord]) -> None:
         self._records = records
 
-    def export(self, spans: Sequence[SpanRecord]) -> None:
-        self._records += spans
-
-    def close(self) -> None:
-        """Does nothing: nothing is held open."""
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._records += map(record_of, spans)
+        return SpanExportResult.SUCCESS
 
 
-class FileExporter:
+class FileExporter(SpanExporter):
     """Appends one JSON object for each span to `{dir}/{service}-{Unix ns}.jsonl`, which `kvmesh trace` reads.
 
     A file that is full is followed by another, and the service's oldest files go once all of them together have more
@@ -58,10 +43,10 @@ class FileExporter:
         self._has_failed = False
         self._path = self._new_path()
 
-    def export(self, spans: Sequence[SpanRecord]) -> None:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
             with open_private(self._path, "ab") as file:
-                file.write(self._encoder.encode_lines(spans))
+                file.write(self._encoder.encode_lines(map(record_of, spans)))
                 is_full = file.tell() >= self._file_bytes
             if is_full:
                 self._path = self._new_path()
@@ -70,9 +55,8 @@ class FileExporter:
             if not self._has_failed:  # more lines would not help a full disk
                 log.warning("spans are lost: cannot write %s: %s", self._path, error.strerror or error)
             self._has_failed = True
-
-    def close(self) -> None:
-        """Does nothing: nothing is held open."""
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
 
     def _new_path(self) -> Path:
         return self._folder / f"{self._service}-{time.time_ns()}.jsonl"
@@ -86,51 +70,3 @@ class FileExporter:
             left -= found[started].stat().st_size
             if left < 0:
                 found[started].unlink(missing_ok=True)
-
-
-class Background:
-    """Passes spans to an exporter every `export_interval_s`, on a thread of its own."""
-
-    def __init__(self, exporter: Exporter, times: TelemetryTimes) -> None:
-        self._exporter = exporter
-        self._times = times
-        self._unsent: deque[SpanRecord] = deque()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._is_late = False
-        self._num_lost = 0
-
-    def put(self, span: SpanRecord) -> None:
-        """Queue a span for export. Never waits; where MAX_UNSENT wait already the span is dropped and counted."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
-            self._thread.start()
-        if len(self._unsent) >= MAX_UNSENT:
-            self._lose(1)
-        else:
-            self._unsent.append(span)
-
-    def close(self) -> None:
-        """Export what is left, as far as this takes no longer than `close_s`."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(self._times.close_s)
-        self._is_late = True
-        self._exporter.close()
-        if self._unsent:
-            self._lose(len(self._unsent))
-
-    def _run(self) -> None:
-        while not self._closing.wait(self._times.export_interval_s):
-            self._export()
-        self._export()
-
-    def _export(self) -> None:
-        while self._unsent and not self._is_late:
-            batch = [self._unsent.popleft() for _ in range(min(MAX_BATCH, len(self._unsent)))]
-            self._exporter.export(batch)
-
-    def _lose(self, num: int) -> None:
-        before, self._num_lost = self._num_lost, self._num_lost + num
-        if before.bit_length() != self._num_lost.bit_length():  # the 1st, 2nd, 4th, 8th …
-            log.warning("%d spans are lost: they come faster than they can be exported", self._num_lost)

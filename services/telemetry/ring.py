@@ -1,32 +1,34 @@
 """Spans of traces that are not sampled, kept for a while in case they are asked for. Pure."""
 
+from opentelemetry.sdk.trace import ReadableSpan
+
 from services.telemetry.limits import MAX_KEPT_TRACES, MAX_SPANS
-from services.telemetry.record import SpanRecord
+from services.telemetry.record import context_of
 
 
 class Ring:
-    """Holds up to `max_spans` spans. Where there is no room the oldest trace is dropped."""
+    """Holds up to `max_spans` spans, by their traces' ids. Where there is no room the oldest trace is dropped."""
 
     def __init__(self, max_spans: int = MAX_SPANS, max_kept: int = MAX_KEPT_TRACES) -> None:
         self._max_spans = max_spans
         self._max_kept = max_kept
-        self._spans: dict[str, list[SpanRecord]] = {}
-        self._kept: dict[str, None] = {}
+        self._spans: dict[int, list[ReadableSpan]] = {}
+        self._kept: dict[int, None] = {}
         self._num_spans = 0
 
     def __len__(self) -> int:
         return self._num_spans
 
-    def is_kept(self, trace_id: str) -> bool:
+    def is_kept(self, trace_id: int) -> bool:
         return trace_id in self._kept
 
-    def add(self, span: SpanRecord) -> None:
-        self._spans.setdefault(span.trace_id, []).append(span)
+    def add(self, span: ReadableSpan) -> None:
+        self._spans.setdefault(context_of(span).trace_id, []).append(span)
         self._num_spans += 1
         while self._num_spans > self._max_spans:
             self._num_spans -= len(self._spans.pop(next(iter(self._spans))))
 
-    def keep(self, trace_id: str) -> list[SpanRecord]:
+    def keep(self, trace_id: int) -> list[ReadableSpan]:
         """Return what there is of a trace, and remember that its later spans are wanted."""
         self._kept[trace_id] = None
         if len(self._kept) > self._max_kept:

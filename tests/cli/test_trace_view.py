@@ -12,7 +12,7 @@ from rich.console import Console
 from services.cli import trace
 from services.cli.trace import SpanRecord, find_trace, load_spans, render_waterfall, show_chosen, show_trace
 from services.errors import UserError
-from services.telemetry import FileExporter, Key, SpanName, Telemetry
+from services.telemetry import FileExporter, Key, SpanName, Telemetry, trace_id_of
 
 MS = 1_000_000
 
@@ -84,13 +84,13 @@ def test_a_missing_folder_holds_no_spans(tmp_path: Path) -> None:
 def test_reads_what_the_exporter_writes(tmp_path: Path) -> None:
     telemetry = Telemetry("decode-0", FileExporter(tmp_path, "decode-0"))
     root = telemetry.start("POST /v1/completions", attributes={Key.REQUEST_ID: "req-1"}, server=True)
-    telemetry.record(SpanName.DECODE, root.context, (5, 9), {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}, error="lost")
+    telemetry.record(SpanName.DECODE, root.traceparent, (5, 9), {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}, error="lost")
     root.end()
     telemetry.close()
     decode, top = sorted(load_spans(tmp_path), key=lambda s: s.start_ns)
     assert (decode.parent_id, decode.error, decode.service) == (top.span_id, "lost", "decode-0")
     assert decode.attributes == {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}
-    assert (top.trace_id, top.parent_id, top.error) == (root.context.trace_id, "", "")
+    assert (top.trace_id, top.parent_id, top.error) == (trace_id_of(root.traceparent), "", "")
 
 
 @pytest.mark.parametrize("request_id", ["req-aa", "cmpl-aa", "chatcmpl-aa", "aa"])

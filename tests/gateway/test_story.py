@@ -29,7 +29,6 @@ from services.gateway.request.events import Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.presence import Hearing
 from services.runtime import now_ms
-from services.telemetry.context import new_trace
 from services.times import GatewayTimes, PresenceTimes
 from tests.gateway.conftest import Rig
 from tests.gateway.fake_mesh import Conduct
@@ -170,7 +169,7 @@ async def job_of(request_id: str) -> Job:
     key = BlockKey(block_size=16, model_fingerprint="f")
     return Job(
         request_id=RequestId(request_id), prompt=pack_prompt([1, 2, 3], key), key=key,
-        sampling=SamplingParams(max_tokens=4), deadline_ms=now_ms() + 60_000, trace=new_trace(0.0),
+        sampling=SamplingParams(max_tokens=4), deadline_ms=now_ms() + 60_000, trace="",
     )  # fmt: skip
 
 

@@ -6,63 +6,73 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext
 
 from services.cli.recorded import load_spans
-from services.telemetry import SpanRecord
-from services.telemetry import export as export_module
-from services.telemetry.export import Background, FileExporter, ListExporter
+from services.telemetry import SpanName, SpanRecord, Telemetry
+from services.telemetry import spans as spans_module
+from services.telemetry.export import FileExporter, ListExporter
+from services.telemetry.record import record_of
 from services.times import TelemetryTimes
 
 
-def span(number: int = 0) -> SpanRecord:
-    return SpanRecord(
-        trace_id=f"{number:032x}", span_id="1" * 16, parent_id="", name="place", service="s", start_ns=1, end_ns=2,
-        attributes={},
-    )  # fmt: skip
+def span(number: int = 1) -> ReadableSpan:
+    context = SpanContext(number, 1, is_remote=False)
+    resource = Resource({"service.instance.id": "s"})
+    return ReadableSpan("place", context, resource=resource, attributes={}, start_time=1, end_time=2)
 
 
-class Stuck:
+def record(telemetry: Telemetry, number: int) -> None:
+    telemetry.record(SpanName.PLACE, "", (1, 2), {}, own=f"00-{number:032x}-{1:016x}-01")
+
+
+class Stuck(SpanExporter):
     """A back end that takes the first batch for ever, until it is closed."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
 
-    def export(self, spans: Sequence[SpanRecord]) -> None:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.closed.wait()
+        return SpanExportResult.FAILURE
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         self.closed.set()
 
 
 def test_what_is_left_leaves_at_the_end() -> None:
     records: list[SpanRecord] = []
-    background = Background(ListExporter(records), TelemetryTimes())
-    for number in range(2_000):
-        background.put(span(number))
-    background.close()
-    assert [record.trace_id for record in records] == [f"{number:032x}" for number in range(2_000)]
+    telemetry = Telemetry("s", ListExporter(records))
+    for number in range(1, 2_000):
+        record(telemetry, number)
+    telemetry.close()
+    assert [record.trace_id for record in records] == [f"{number:032x}" for number in range(1, 2_000)]
 
 
 def test_a_stuck_back_end_does_not_keep_a_service_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     stuck = Stuck()
-    background = Background(stuck, TelemetryTimes(close_s=0.1))
-    for number in range(2_000):
-        background.put(span(number))
-    background.close()
+    telemetry = Telemetry("s", stuck, times=TelemetryTimes(close_s=0.1))
+    for number in range(1, 2_000):
+        record(telemetry, number)
+    telemetry.close()
     assert stuck.closed.is_set()
-    assert "1488 spans are lost" in caplog.text  # all but the batch that was being sent
+    assert "the last spans are lost" in caplog.text
 
 
 def test_spans_that_come_too_fast_are_lost_aloud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(export_module, "MAX_UNSENT", 10)
-    records: list[SpanRecord] = []
-    background = Background(ListExporter(records), TelemetryTimes(export_interval_s=3_600.0))
-    for number in range(14):
-        background.put(span(number))
-    background.close()
-    assert len(records) == 10 and "4 spans are lost" in caplog.text
+    monkeypatch.setattr(spans_module, "MAX_UNSENT", 10)
+    monkeypatch.setattr(spans_module, "MAX_BATCH", 10)
+    stuck = Stuck()
+    telemetry = Telemetry("s", stuck, times=TelemetryTimes(close_s=0.1))
+    for number in range(1, 100):
+        record(telemetry, number)
+    telemetry.close()
+    assert "Queue full, dropping Span" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +84,7 @@ def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pyte
 
 
 def test_a_services_files_stay_within_their_bound_and_the_oldest_go(tmp_path: Path) -> None:
-    size = len(msgspec.json.encode(span())) + 1
+    size = len(msgspec.json.encode(record_of(span()))) + 1
     max_bytes = 80 * size
     earlier, others = tmp_path / "s-1.jsonl", [tmp_path / "s-1-1.jsonl", tmp_path / "t-1.jsonl"]
     for path in (earlier, *others):

@@ -21,10 +21,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from services.config import MeshConfig, TelemetryConfig, apply_environment, otlp_target
 from services.errors import UserError
-from services.telemetry import Key, ListExporter, SpanName, Telemetry, open_telemetry
+from services.telemetry import Key, SpanName, Telemetry, open_telemetry
 from services.telemetry.otlp import OtlpExporter
-from services.telemetry.record import SpanRecord
-from services.times import TelemetryTimes
 
 HEADERS: list[dict[str, str]] = []
 Received = tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]
@@ -63,7 +61,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
     endpoint, requests = received
     telemetry = open_telemetry("prefill-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
     root = telemetry.start("POST /v1/completions", server=True)
-    telemetry.record(SpanName.KV_TRANSFER, root.context, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
+    telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
     root.end()
     telemetry.close()
     request = requests.get(timeout=30)
@@ -84,11 +82,11 @@ def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueu
     endpoint, requests = received
     telemetry = open_telemetry("decode-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
     root = telemetry.start("POST /v1/completions", server=True)
-    telemetry.record(SpanName.PLACE, root.context, (1, 2), {})
-    telemetry.record(SpanName.DISPATCH, root.context, (1, 2), {Key.WORKER: "prefill-1"})
+    telemetry.record(SpanName.PLACE, root.traceparent, (1, 2), {})
+    telemetry.record(SpanName.DISPATCH, root.traceparent, (1, 2), {Key.WORKER: "prefill-1"})
     ends = {"target": "prefill-0", "source": ""}
     for end, source in ends.items():
-        telemetry.record(SpanName.KV_TRANSFER, root.context, (1, 2), {Key.END: end, Key.SOURCE: source})
+        telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1, 2), {Key.END: end, Key.SOURCE: source})
     root.end()
     telemetry.close()
     (resource,) = requests.get(timeout=30).resource_spans
@@ -162,6 +160,27 @@ def test_headers_are_opentelemetry_s_own_variables(received: Received, monkeypat
     assert HEADERS[-1]["x-scope"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {"service.name": "kvmesh-prefill-0"}),
+        ({"OTEL_SERVICE_NAME": "chat"}, {"service.name": "chat"}),
+        (
+            {"OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=x,deployment.environment=lab"},
+            {"service.name": "kvmesh-prefill-0", "deployment.environment": "lab"},
+        ),
+    ],
+)
+def test_a_process_is_described_by_opentelemetry_s_own_variables(
+    received: Received, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: dict[str, str]
+) -> None:
+    endpoint, requests = received
+    send(told(monkeypatch, endpoint, **variables))
+    (resource,) = requests.get(timeout=30).resource_spans
+    names = {a.key: a.value.string_value for a in resource.resource.attributes}
+    assert expected.items() <= names.items() and names["service.instance.id"] == "prefill-0"
+
+
 def test_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: SimpleQueue[ExportTraceServiceRequest] = SimpleQueue()
 
@@ -186,13 +205,9 @@ def test_what_cannot_be_delivered_is_one_line_with_the_address(
     url = f"{received[0]}/elsewhere"
     target = otlp_target(told(monkeypatch, url).telemetry)
     assert target is not None
-    exporter = OtlpExporter(target)
-    records: list[SpanRecord] = []
-    telemetry = Telemetry("prefill-0", ListExporter(records), TelemetryConfig(), TelemetryTimes())
-    telemetry.start("POST /v1/completions", server=True).end()
-    telemetry.close()
+    telemetry = Telemetry("prefill-0", OtlpExporter(target), at_once=True)
     for _ in range(3):
-        exporter.export(records)
-    exporter.close()
+        telemetry.start("POST /v1/completions", server=True).end()
+    telemetry.close()
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [f"{num} spans are lost: {url}/v1/traces does not take them as OTLP" for num in (1, 2)]

@@ -2,10 +2,13 @@
 
 import random
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
 
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
@@ -43,10 +46,9 @@ from services.telemetry import (
     SpanName,
     SpanRecord,
     Telemetry,
-    TraceContext,
     parse_traceparent,
 )
-from services.telemetry.context import new_trace
+from services.telemetry.context import is_sampled, trace_id_of
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
 from services.times import PresenceTimes
@@ -91,7 +93,7 @@ def observer_of(made: Telemetry, metrics: Metrics, keep: Callable[[str, str], bo
     return AnswerObserver(RequestId("req-1"), ROUTE, "", GatewayMetrics(metrics, "m", Nothing()), made, keep)
 
 
-def choice_of(made: Telemetry, trace: TraceContext) -> ChoiceObserver:
+def choice_of(made: Telemetry, trace: str) -> ChoiceObserver:
     job = Job(
         request_id=RequestId("req-1"), prompt=PackedPrompt(pack_tokens([1, 2, 3]), b"", 3), deadline_ms=1,
         key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
@@ -125,21 +127,30 @@ def test_a_malformed_traceparent_names_nothing(bad: str) -> None:
     assert parse_traceparent(bad) is None
 
 
-@pytest.mark.parametrize(("flags", "is_sampled"), [("00", False), ("01", True), ("03", True), ("02", False)])
-def test_the_sender_decides_whether_a_trace_is_sampled(flags: str, is_sampled: bool) -> None:
+def test_a_long_text_is_not_remembered() -> None:
+    text = "0" * 30_000
+    before = sys.getrefcount(text)
+    assert parse_traceparent(text) is None
+    assert sys.getrefcount(text) == before, "what strangers send would fill the memory"
+
+
+@pytest.mark.parametrize(("flags", "goes_out"), [("00", False), ("01", True), ("03", True), ("02", False)])
+def test_the_sender_decides_whether_a_trace_is_sampled(flags: str, goes_out: bool) -> None:
     made, spans = telemetry(ratio=0.5)
     root = made.start("POST /x", f"00-{TRACE}-{SPAN}-{flags}")
-    assert (root.context.trace_id, root.context.is_sampled) == (TRACE, is_sampled)
-    made.record(SpanName.PLACE, root.context, (1, 2), {})
+    _, trace_id, span_id, own_flags = root.traceparent.split("-")
+    assert (trace_id, own_flags) == (TRACE, "01" if goes_out else "00")
+    made.record(SpanName.PLACE, root.traceparent, (1, 2), {})
     root.end()
-    told = [(SpanName.PLACE, root.context.span_id), ("POST /x", SPAN)]
-    assert [(span.name, span.parent_id) for span in spans] == (told if is_sampled else [])
+    told = [(SpanName.PLACE, span_id), ("POST /x", SPAN)]
+    assert [(span.name, span.parent_id) for span in spans] == (told if goes_out else [])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
 def test_a_share_of_the_traces_that_begin_here_is_sampled(ratio: float) -> None:
     random.seed(3)
-    sampled = sum(new_trace(ratio).is_sampled for _ in range(10_000))
+    made, _ = telemetry(ratio)
+    sampled = sum(is_sampled(made.child_of("")) for _ in range(10_000))
     assert sampled == pytest.approx(10_000 * ratio, abs=150 if 0 < ratio < 1 else 0)
 
 
@@ -147,28 +158,25 @@ def test_what_was_not_sampled_is_exported_once_it_is_wanted_and_so_is_what_follo
     made, spans = telemetry(ratio=0.0)
     root, other = made.start("POST /x"), made.start("POST /x")
     for one in (root, other):
-        made.record(SpanName.PLACE, one.context, (1, 2), {})
+        made.record(SpanName.PLACE, one.traceparent, (1, 2), {})
     other.end()
     assert not spans
-    made.keep(root.context.trace_id)
-    made.keep(root.context.trace_id)
+    made.keep(trace_id_of(root.traceparent))
+    made.keep(trace_id_of(root.traceparent))
     assert [span.name for span in spans] == [SpanName.PLACE]
     root.end()
     assert [span.name for span in spans] == [SpanName.PLACE, "POST /x"]
-    assert {span.trace_id for span in spans} == {root.context.trace_id}
+    assert {span.trace_id for span in spans} == {trace_id_of(root.traceparent)}
 
 
 def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace() -> None:
-    made, spans = telemetry()
-    for number in range(10):
-        made.record(SpanName.PLACE, f"00-{number + 1:032x}-{SPAN}-01", (1, 2), {})
-    ring = Ring(max_spans=4, max_kept=2)
-    for span in spans:
-        ring.add(span)
+    ring, trace_ids = Ring(max_spans=4, max_kept=2), range(1, 11)
+    for trace_id in trace_ids:
+        ring.add(ReadableSpan("place", SpanContext(trace_id, 1, is_remote=False)))
     assert len(ring) == 4
-    assert [len(ring.keep(span.trace_id)) for span in spans] == [0] * 6 + [1] * 4
+    assert [len(ring.keep(trace_id)) for trace_id in trace_ids] == [0] * 6 + [1] * 4
     assert len(ring) == 0
-    assert [ring.is_kept(span.trace_id) for span in spans] == [False] * 8 + [True] * 2
+    assert [ring.is_kept(trace_id) for trace_id in trace_ids] == [False] * 8 + [True] * 2
 
 
 def test_a_parent_is_written_before_its_children(tmp_path: Path) -> None:
@@ -299,7 +307,7 @@ def test_a_trace_is_kept_for_a_reason(
     observer = observer_of(made, Metrics(), keep)
     observer.ended(200, outcome, error, served(num_retries))
     if ratio == 0.0 and (why or not has_room):
-        assert asked == [(observer.trace.trace_id, why or "resumed")]
+        assert asked == [(trace_id_of(observer.trace), why or "resumed")]
     else:
         assert not asked
     assert len(spans) == (1 if ratio or why else 0)
@@ -326,7 +334,7 @@ def test_the_parts_of_a_time_to_first_token_are_spans_and_metrics() -> None:
     text = metrics.render(OPENMETRICS)[0].decode()
     sums = {part: float(took_s) for part, took_s in re.findall(r'ttft_part_seconds_sum{part="(.+)"} (.+)', text)}
     assert {part: took_s * 1000 for part, took_s in sums.items()} == pytest.approx(parts)
-    assert f'trace_id="{observer.trace.trace_id}"' in text
+    assert f'trace_id="{trace_id_of(observer.trace)}"' in text
     assert "kvmesh_gateway_itl_seconds_count 1.0" in text, "what is written at once has no gap"
 
 

@@ -181,7 +181,7 @@ class Answer:
     async def _begin(self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]) -> None:
         self._status = status
         observer = self._observer
-        named = {"x-request-id": observer.request_id, "traceparent": observer.trace.traceparent, **headers}
+        named = {"x-request-id": observer.request_id, "traceparent": observer.trace, **headers}
         encoded = [(name.encode(), value.encode()) for name, value in named.items()]
         encoded.append((b"content-type", content_type))
         await send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -29,7 +29,6 @@ from services.gateway.api.replies import CONTEXT_LENGTH_EXCEEDED, too_long
 from services.gateway.api.template import ChatTemplateError, texts_of
 from services.gateway.api.text import TextCodec
 from services.gateway.request.job import BlockKey, Job, pack_prompt
-from services.telemetry import TraceContext
 
 SEED_MASK = 2**63 - 1
 
@@ -138,7 +137,7 @@ def make_jobs(
     prepared: Prepared,
     request_id: RequestId,
     deadline_ms: int,
-    trace: TraceContext,
+    trace: str,
     *,
     must_split: bool = False,
 ) -> list[Job]:

@@ -79,8 +79,6 @@ HttpRequest = Request[object, object, State]
 
 _EXPOSED = ["x-request-id", "traceparent", "retry-after"]
 """Headers of an answer that a page of another origin may read, where such pages are let in."""
-_TRACEPARENT_LENGTH = 55
-"""Another one is malformed; it may be long, and what reads them remembers them."""
 
 
 @dataclass(kw_only=True)
@@ -268,7 +266,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
         raise
     else:
         return Answer(call, observer, gateway.requests, gateway.times)
-    headers |= {"x-request-id": observer.request_id, "traceparent": observer.trace.traceparent}
+    headers |= {"x-request-id": observer.request_id, "traceparent": observer.trace}
     return _refusal(gateway, reply, status, headers, has_read=has_read)
 
 
@@ -303,11 +301,10 @@ def _retry_headers(fail: FailRequest) -> dict[str, str]:
 
 
 def _observer(gateway: Gateway, request: HttpRequest, route: Route) -> AnswerObserver:
-    parent = request.headers.get("traceparent", "")
     return AnswerObserver(
         RequestId(new_id("req")),
         route,
-        parent if len(parent) == _TRACEPARENT_LENGTH else "",
+        request.headers.get("traceparent", ""),
         gateway.metrics,
         gateway.telemetry,
         gateway.requests.keep_trace,

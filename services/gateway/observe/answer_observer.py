@@ -21,7 +21,7 @@ from services.gateway.request.answer_usage import AnswerUsage
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import PlaceEvent, PlaceGranted, PlaceRefused, PlaceUnanswered
 from services.gateway.request.job import Job
-from services.telemetry import AttributeValue, Key, SpanName, Telemetry
+from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled, trace_id_of
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 """Routes as the semantic conventions call them."""
@@ -174,7 +174,7 @@ class AnswerObserver:
         self._ttft_s: float | None = None
         named = {Key.REQUEST_ID: request_id}
         self._root = telemetry.start(f"POST {route}", parent, named, server=True)
-        self.trace = self._root.context
+        self.trace = self._root.traceparent
         self._tokenize = telemetry.start(SpanName.TOKENIZE, self.trace, named, start_ns=self._root.start_ns)
 
     def refused(self, status: int, outcome: str, message: str) -> None:
@@ -231,7 +231,7 @@ class AnswerObserver:
             "slow": duration_s * 1000 > self._config.slow_request_ms,
         }
         why = next((reason for reason, applies in reasons.items() if applies), "")
-        if why and not self.trace.is_sampled and self._keep(self.trace.trace_id, why):
+        if why and not is_sampled(self.trace) and self._keep(trace_id_of(self.trace), why):
             attributes[Key.KEPT] = why
         self._root.end(attributes, error)
 

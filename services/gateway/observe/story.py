@@ -35,7 +35,6 @@ from services.gateway.request.core import Phase, RequestCore
 from services.gateway.request.events import Abandon, Action, Deliver, FailRequest, Finish, SendRun
 from services.gateway.request.job import Job
 from services.runtime import now_ms
-from services.telemetry import TraceContext
 from services.times import GatewayTimes
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class _Fields(TypedDict):
 class _Unsent(NamedTuple):
     subject: Subject[Any, None]
     message: StoryMessage
-    trace: TraceContext
+    trace: str
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from schemas.logprobs import Logprobs, TokenLogprob, unpack_logprobs
 from schemas.request import PlaceRequest, RequestTokens, ReserveBlocks, RunPrefill, SamplingParams
 from services.gateway import limits
 from services.gateway.request.events import AskPlacement, SendReserve, SendRun, TokensReceived
-from services.telemetry import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Job:
     key: BlockKey
     sampling: SamplingParams
     deadline_ms: int
-    trace: TraceContext
+    trace: str
     """Its spans lie under this one."""
     must_split: bool = False
     """It fails where one worker would serve it alone, or its prompt is computed twice."""

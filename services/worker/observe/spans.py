@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from schemas.request import AttemptEnd
 from services.engine.interface import Sequence, StepResult
-from services.telemetry import AttributeValue, Key, SpanName, Telemetry, parse_traceparent
+from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled
 from services.worker.core.attempts import AnyAttempt, AttemptTimes
 from services.worker.core.content import AttemptKey
 from services.worker.limits import MAX_LINKED_STEPS
@@ -15,9 +15,7 @@ from services.worker.limits import MAX_LINKED_STEPS
 def times_of(traceparent: str, ahead_ns: int) -> AttemptTimes:
     """Return the times of an attempt that is asked for now, in a trace that a message came with. `ahead_ns`: of the
     mesh's clock."""
-    context = parse_traceparent(traceparent)
-    is_sampled = context is not None and context.is_sampled
-    return AttemptTimes(time.monotonic_ns(), is_sampled, ahead_ns)
+    return AttemptTimes(time.monotonic_ns(), is_sampled(traceparent), ahead_ns)
 
 
 @dataclass
