@@ -60,13 +60,15 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerDescribed(Message, frozen=True, kw_only=True):
     """The oldest first; of many requests or leases only so many are listed. What is read how quickly from whom stands
-    in `load.rates.transfers`."""
+    in `load.rates.transfers`. `last_steps`: what came, where from, and what was decided on it, for people; the latest
+    last."""
 
     load: WorkerLoad
     requests: tuple[HeldRequest, ...] = ()
     leases: tuple[HeldLease, ...] = ()
     num_requests: Number = 0
     num_leases: Number = 0
+    last_steps: tuple[str, ...] = ()
 
 
 class DescribeRequest(Message, frozen=True, kw_only=True):

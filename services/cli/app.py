@@ -228,6 +228,7 @@ def bus_config(
 
 @app.command()
 def status(
+    worker: Annotated[str, typer.Argument(help="What this worker or store is doing, and its last steps.")] = "",
     nats: NatsOption = "",
     creds: CredsOption = "",
     operator: OperatorOption = False,
@@ -237,7 +238,7 @@ def status(
     from services.cli.running import BusOptions
     from services.cli.status import run_status
 
-    run_status(BusOptions(nats, creds, operator), as_json=json)
+    run_status(BusOptions(nats, creds, operator), worker, as_json=json)
 
 
 @app.command()

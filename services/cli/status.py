@@ -1,4 +1,4 @@
-"""`kvmesh status`: the workers as a scheduler knows them."""
+"""`kvmesh status`: the workers as a scheduler knows them, or one of them as it knows itself."""
 
 import asyncio
 import sys
@@ -7,15 +7,27 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
+from schemas import subjects
+from schemas.ids import is_subject_token
+from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
+from services.bus.base import BusError
+from services.bus.nats import NatsBus
+from services.bus.typed import TypedBus
+from services.cli.limits import ASK_TIMEOUT_S
 from services.cli.running import BusOptions, access_of, mesh_meant
+from services.errors import UserError
 from services.launch.known_workers import describe_fleet
+from services.trust.keys import BusAccess
 
 
-def run_status(options: BusOptions, *, as_json: bool) -> None:
-    """Print the workers. Raises UserError where no scheduler answers."""
+def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> None:
+    """Print the workers, or what this one does. Raises UserError where nobody answers."""
     mesh = mesh_meant(options)
     access = access_of(options, mesh)
+    if worker_id:
+        _print_worker(asyncio.run(_describe_worker(access, worker_id)), as_json=as_json)
+        return
     fleet = asyncio.run(describe_fleet(access))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")
@@ -39,6 +51,43 @@ def run_status(options: BusOptions, *, as_json: bool) -> None:
     if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
         listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
         console.print(f"[red]blocks that no request knows of: {listed}[/red]")
+
+
+async def _describe_worker(access: BusAccess, worker_id: str) -> WorkerDescribed:
+    connection = await NatsBus.connect(access, "kvmesh-status")
+    try:
+        if not is_subject_token(worker_id):
+            raise UserError(f"no worker is called {worker_id!r}")
+        bus = TypedBus(connection, "status")
+        return await bus.ask(subjects.WORKER_STATUS, (worker_id,), DescribeWorker(), ASK_TIMEOUT_S)
+    except BusError as error:
+        raise UserError(f"{worker_id} does not answer ({error.reason}): `kvmesh status` shows who is there") from error
+    finally:
+        await connection.close()
+
+
+def _print_worker(described: WorkerDescribed, *, as_json: bool) -> None:
+    """Print what a worker has to do, and its last steps."""
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(described) + b"\n")
+        return
+    console = Console(highlight=False, markup=False)
+    requests = Table("request", "attempt", "part", "stage", "for s", "waits for", box=None, padding=(0, 1, 0, 0))
+    for held in described.requests:
+        waits_for = held.reading_from or held.waiting_for
+        requests.add_row(
+            held.request_id, str(held.attempt), held.part, held.stage, f"{held.age_ms / 1000:.1f}", waits_for
+        )
+    leases = Table("lease", "reader", "blocks", "for s", "left s", box=None, padding=(0, 1, 0, 0))
+    for lease in described.leases:
+        times = (f"{lease.age_ms / 1000:.1f}", f"{lease.left_ms / 1000:.1f}")
+        leases.add_row(lease.lease_id, lease.reader, str(lease.num_blocks), *times)
+    console.print(f"{described.num_requests} requests, {described.num_leases} leases")
+    for table in (requests, leases):
+        if table.row_count:
+            console.print(table)
+    for line in described.last_steps:
+        console.print(line, soft_wrap=True)
 
 
 CPU = "cpu"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.block import split_hashes
 from schemas.directory import Inventory, ReadInventory
@@ -40,13 +39,13 @@ from services.store.loader import Loader
 from services.store.pulls import Puller
 from services.telemetry import Telemetry
 from services.worker.core.actions import Action, CloseLease
-from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
-from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted, TimePassed
+from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.kv.holder import KVHolder
 from services.worker.kv.peers import Peers
 from services.worker.observe.metrics import HolderMetrics
-from services.worker.observe.transfers import HolderSpans
+from services.worker.observe.observer import HolderObserver
 from services.worker.outbox import Outbox
 from services.worker.report import LoadTeller, describe
 
@@ -105,7 +104,7 @@ class Store:
         self._backing = Backing(tier, parts.values, self._complaints, times.pause_s) if tier else None
         leases = LeaseTable()
         self._measured = HolderMetrics(bus.metrics, self._load, leases, memory.layout.block_bytes)
-        self._lease_spans = HolderSpans(telemetry, self._store_id)
+        self._observer = HolderObserver(telemetry, self._store_id, self._measured)
         self._holder = KVHolder[StoreMemory](
             worker_id=self._store_id,
             incarnation=parts.incarnation,
@@ -114,10 +113,9 @@ class Store:
             memory=memory,
             credentials=parts.credentials,
             make_server=parts.platform.make_server,
-            on_started=lambda lease: self._post(self._started, lease),
-            on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
+            on_started=lambda lease: self._post(self._decide, StreamStarted(lease), "plane"),
+            on_served=lambda lease, stats, error: self._post(self._decide, StreamEnded(lease, error, stats), "plane"),
             telemetry=telemetry,
-            observes_ends=(self._measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
         self._lending = LendCore(memory.limits, memory, leases)
@@ -177,7 +175,7 @@ class Store:
         what waits, serve the reads that have a lease, close plane and tier, say so. Each in bounded time."""
         me, incarnation = (self._store_id,), self._holder.incarnation
         self.core.handle(StoreDrainBegun(), now_ms())
-        self._decide(Stopping())
+        self._decide(Stopping(), "stop")
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
         await self._flush()
@@ -185,7 +183,7 @@ class Store:
         await self._loader.close()
         for task in self._clockwork:
             task.cancel()
-        self._decide(Fenced("the store is stopping"))
+        self._decide(Fenced("the store is stopping"), "stop")
         await asyncio.to_thread(self._holder.stop_serving)
         self._reader.close()
         if self._backing is not None:
@@ -208,6 +206,7 @@ class Store:
             async with self._loader.held(request.block_hashes, request.tenant, timeout_s):
                 with self._holder.lock:
                     granted = self._lending.answer(request, now_ms())
+            self._observer.saw(received.subject, request, (granted,))
             if not isinstance(granted, Refused):
                 rest = split_hashes(request.block_hashes)[granted.num_blocks :]
                 lent = self._holder.lend(granted, request, received.traceparent)
@@ -217,24 +216,17 @@ class Store:
         self._measured.refused("lease", refused)
         return refused
 
-    def _started(self, lease: Grant) -> None:
-        self._decide(StreamStarted(lease))
-
-    def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        self._decide(StreamEnded(lease, error))
-        self._lease_spans.stream_ended(lease, stats, error)
-
     def _on_returned(self, received: Received[ReturnLease]) -> None:
-        self._decide(received.message)
+        self._decide(received.message, received.subject)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
         event = received.message
         self._peers.left(event)
         if event.worker_id != self._store_id:
-            self._decide(event)
+            self._decide(event, received.subject)
         elif event.incarnation == self._holder.incarnation and not self.core.draining:
             log.warning("%s was declared lost (%s), and joins anew", self._store_id, event.reason)
-            self._decide(Fenced("the store was lost"))
+            self._decide(Fenced("the store was lost"), received.subject)
             self._holder.begin(secrets.token_hex(8))
             self._bus.identity["incarnation"] = self._holder.incarnation
             self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
@@ -246,7 +238,7 @@ class Store:
         """Forget what is in memory and behind it. Where all is to go, so does what this store does not believe."""
         memory, tenant = self._memory, received.message.tenant
         num_before = len(memory.kept.block_of) + len(memory.back)
-        self._decide(received.message)
+        self._decide(received.message, received.subject)
         num_blocks = num_before - len(memory.kept.block_of) - len(memory.back)
         self._changed()
         failure, forgotten = "", memory.take_forgotten()
@@ -255,13 +247,16 @@ class Store:
         return BlocksPurged(worker_id=self._store_id, num_blocks=num_blocks, failure=failure)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
-        return describe(self._load(), (), list(self._holder.leases), now_ms())
+        return describe(self._load(), (), list(self._holder.leases), now_ms(), self._observer.journal.lines())
 
-    def _decide(self, event: Event) -> None:
-        """Let the lending core react to what has happened, and carry out what it says."""
-        with self._holder.lock:
-            actions = self._lending.handle(event, now_ms())
-        self._execute(actions)
+    def _decide(self, event: Event, cause: str) -> None:
+        """Let the lending core react to what has happened, and carry out what it says. `cause`: the subject of the
+        message, or the part of this process that the event is of."""
+        with self._observer.journal.explains():
+            with self._holder.lock:
+                actions = self._lending.handle(event, now_ms())
+            self._execute(actions)
+            self._observer.saw(cause, event, actions)
 
     def _execute(self, actions: list[Action]) -> None:
         for action in actions:
@@ -324,6 +319,8 @@ class Store:
             with self._holder.lock:
                 over = self._lending.tick(now_ms())
             self._execute(over)
+            if over:
+                self._observer.saw("clock", TimePassed(), over)
             self._changed()
             self._teller.tell(self._load(), now_ms())
             self._reader.release_ended()
@@ -353,7 +350,7 @@ class Store:
             async with asyncio.timeout(self._config.times.store.flush_timeout_s):
                 await self._all_written.wait()
 
-    def _post(self, handle: Callable[..., None], *arguments: object) -> None:
+    def _post(self, handle: Callable[..., object], *arguments: object) -> None:
         """From a plane's thread to the loop."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every lease
             self._loop.call_soon_threadsafe(handle, *arguments)

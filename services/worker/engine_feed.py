@@ -11,36 +11,27 @@ from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import EngineEvent, SequenceFailed, SequenceRemoved
 from services.worker.kv.contents import WorkerHolder
-from services.worker.observe.measured_rates import MeasuredRates
-from services.worker.observe.metrics import WorkerMetrics
-from services.worker.observe.spans import WorkerSpans
 from services.worker.parts import WorkerParts
 from services.worker.roles import Cores
 
 
 class EngineFeed:
-    """One worker's. `post` calls something on the event loop, from any thread; `handle` lets the cores hear of it."""
+    """One worker's. `post` calls something on the event loop, from any thread; `step` lets the cores hear of it."""
 
     def __init__(
         self,
         parts: WorkerParts,
         holder: WorkerHolder,
         cores: Cores,
-        spans: WorkerSpans,
-        rates: MeasuredRates,
-        measured: WorkerMetrics,
         *,
         post: Callable[..., None],
-        handle: Callable[[EngineEvent], object],
+        step: Callable[[EngineEvent], object],
     ) -> None:
         self._parts = parts
         self._holder = holder
         self._cores = cores
-        self._spans = spans
-        self._rates = rates
-        self._measured = measured
         self._post = post
-        self._handle = handle
+        self._step = step
         self._ungiven: dict[AttemptKey, Sequence] = {}
         """Sequences whose grammar is still being understood."""
         self.engine = parts.platform.make_engine(
@@ -56,7 +47,6 @@ class EngineFeed:
         if action.lease is not None:
             sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
         self._holder.computed(sequence, attempt, sequence.num_computed_tokens)
-        self._spans.submitted(attempt, sequence)
         if sequence.sampling.grammar:
             sequence.grammar = self._parts.start_grammar(sequence.sampling.grammar)
             if not sequence.grammar.done():  # the engine's thread waits for nobody
@@ -97,9 +87,6 @@ class EngineFeed:
             self._give(sequence)
 
     def _on_step(self, result: StepResult) -> None:
-        self._spans.stepped(result, self._cores.find)
-        self._rates.stepped(result)
-        self._measured.stepped(result)
         nobodys: list[Sequence] = []
         for sequence, num_tokens in result.computed:
             if (attempt := self._find(sequence)) is None:
@@ -107,21 +94,15 @@ class EngineFeed:
             else:
                 self._holder.computed(sequence, attempt, num_tokens)
         for sampled in result.sampled:
-            sequence = sampled.sequence
-            if (attempt := self._find(sequence)) is None:
-                continue
-            self._spans.prefilled(attempt)
-            if sampled.local_end:
-                self._holder.ended(sequence, attempt)
-                if sequence.max_local_tokens is None:
-                    self._spans.decoded(attempt, sampled.finish_reason or "")
+            if sampled.local_end and (attempt := self._find(sampled.sequence)) is not None:
+                self._holder.ended(sampled.sequence, attempt)
         for sequence, _ in result.failed:
             if (attempt := self._find(sequence)) is not None:
                 self._holder.ended(sequence, attempt)
-        self._handle(result)
+        self._step(result)
         for sequence, reason in result.failed:
             key = (sequence.request_id, sequence.attempt)
-            self._handle(SequenceFailed(key, reason, AttemptFailure.GRAMMAR))
+            self._step(SequenceFailed(key, reason, AttemptFailure.GRAMMAR))
         # Last, so that what is wrong with one costs the others nothing.
         assert not nobodys, _written_late(nobodys)
 
@@ -129,11 +110,11 @@ class EngineFeed:
         attempt = self._find(sequence)
         assert attempt is not None, _written_late([sequence])
         self._holder.ended(sequence, attempt)
-        self._handle(SequenceRemoved(attempt.key))
+        self._step(SequenceRemoved(attempt.key))
 
     def _on_failure(self, sequences: list[Sequence], reason: str) -> None:
         for sequence in sequences:
-            self._handle(SequenceFailed((sequence.request_id, sequence.attempt), reason))
+            self._step(SequenceFailed((sequence.request_id, sequence.attempt), reason))
 
     def _find(self, sequence: Sequence) -> AnyAttempt | None:
         return self._cores.find((sequence.request_id, sequence.attempt))

@@ -66,27 +66,26 @@ class Inbox:
         elif known is not None and type(known.request) is not type(request):
             reply = refuse(request, RefusalReason.INVALID, "another role of this worker has this attempt already")
         else:
-            reply = self._worker.handle(
-                AttemptAsked(request, times_of(traceparent, self._telemetry.clock.ahead_ns), traceparent)
-            )
+            asked = AttemptAsked(request, times_of(traceparent, self._telemetry.clock.ahead_ns), traceparent)
+            reply = self._worker.step(asked, received.subject)
         self._measured.refused("run" if isinstance(request, RunPrefill) else "reserve", reply)
         return reply
 
     def _on_event(self, received: Received[Any]) -> None:
         """A message that is an event as it is."""
-        self._worker.handle(received.message)
+        self._worker.step(received.message, received.subject)
 
     def _on_copy_offered(self, received: Received[ReplicateBlocks]) -> None:
-        self._worker.handle(CopyOffered(received.message, received.traceparent))
+        self._worker.step(CopyOffered(received.message, received.traceparent), received.subject)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
-        self._worker.left(received.message)
+        self._worker.left(received.message, received.subject)
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
         return self._reporter.inventory(received.message.offset)
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
-        reply = await self._worker.lend(received.message, received.traceparent)
+        reply = await self._worker.lend(received.message, received.traceparent, received.subject)
         self._measured.refused("lease", reply)
         return reply
 
@@ -95,7 +94,7 @@ class Inbox:
         return self._reporter.progress(received.message)
 
     async def _on_purge(self, received: Received[PurgeBlocks]) -> BlocksPurged:
-        return self._worker.purge(received.message)
+        return self._worker.purge(received.message, received.subject)
 
     async def _on_drain(self, received: Received[DrainWorker]) -> DrainAnswered:
         return await self._worker.drain(received.message)

@@ -112,6 +112,8 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 MAX_LISTED = 50
 """Requests, and leases, in one description of a worker: the oldest. With the worker's rates they are some 25 kB."""
+MAX_STEPS_KEPT = 200
+"""Steps of a worker that are kept in words; like ones in a row are one."""
 MAX_LINKED_STEPS = 16
 """So many steps of a prompt, and of an answer, are recorded and linked: a long answer has thousands."""
 

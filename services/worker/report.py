@@ -27,6 +27,7 @@ from services.times import PresenceTimes
 from services.worker.core.leases import Grant
 from services.worker.kv.contents import WorkerHolder
 from services.worker.limits import MAX_LISTED
+from services.worker.observe.journal import Journal
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.outbox import Outbox
 from services.worker.roles import Cores
@@ -71,6 +72,7 @@ class Reporter:
     outbox: Outbox
     cores: Cores
     times: PresenceTimes
+    journal: Journal
 
     def __post_init__(self) -> None:
         self._teller = LoadTeller(self.outbox, self.times)
@@ -110,7 +112,9 @@ class Reporter:
 
     def describe(self, now_ms: int) -> WorkerDescribed:
         """Return what goes on here at `now_ms`."""
-        return describe(self.load(now_ms), self.cores.held(now_ms), list(self.holder.leases), now_ms)
+        return describe(
+            self.load(now_ms), self.cores.held(now_ms), list(self.holder.leases), now_ms, self.journal.lines()
+        )
 
     def tell_joined(self) -> None:
         """Say who this is; all subscriptions must be there."""
@@ -166,7 +170,11 @@ class Reporter:
 
 
 def describe(
-    load: WorkerLoad, requests: Iterable[HeldRequest], leases: Iterable[Grant], now_ms: int
+    load: WorkerLoad,
+    requests: Iterable[HeldRequest],
+    leases: Iterable[Grant],
+    now_ms: int,
+    last_steps: tuple[str, ...] = (),
 ) -> WorkerDescribed:
     """Return the state of a worker or store at `now_ms`."""
     held = sorted((_held(lease, now_ms) for lease in leases), key=lambda lease: -lease.age_ms)
@@ -177,6 +185,7 @@ def describe(
         leases=tuple(held[:MAX_LISTED]),
         num_requests=len(running),
         num_leases=len(held),
+        last_steps=last_steps,
     )
 
 

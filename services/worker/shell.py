@@ -15,7 +15,6 @@ import msgspec
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.kept import Content
-from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, join_hashes
 from schemas.directory import AskHeat
@@ -64,8 +63,9 @@ from services.worker.core.events import (
     Stopping,
     StreamEnded,
     StreamStarted,
+    TimePassed,
 )
-from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.leases import LeaseTable
 from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
 from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
@@ -82,8 +82,8 @@ from services.worker.limits import (
 )
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
-from services.worker.observe.spans import WorkerSpans
-from services.worker.observe.transfers import HolderSpans, ReadRecords
+from services.worker.observe.observer import WorkerObserver
+from services.worker.observe.transfers import ReadRecords
 from services.worker.outbox import Outbox
 from services.worker.parts import WorkerParts
 from services.worker.report import Reporter
@@ -99,7 +99,7 @@ DESCRIPTIONS: dict[WorkerRole, str] = {
 
 
 class Worker:
-    """One worker's shell. `handle` is the only way in for whatever may change an attempt."""
+    """One worker's shell. `step` is the only way in for whatever may change an attempt."""
 
     def __init__(
         self,
@@ -117,8 +117,6 @@ class Worker:
         self._bus = bus
         self._telemetry = telemetry
         self._outbox = Outbox(bus, parts.worker_id)
-        self._spans = WorkerSpans(telemetry, parts.worker_id)
-        self._lease_spans = HolderSpans(telemetry, parts.worker_id)
         leases = LeaseTable()
         self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, layout.block_bytes)
         self._holder = WorkerHolder(
@@ -129,10 +127,9 @@ class Worker:
             memory=BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache),
             credentials=parts.credentials,
             make_server=parts.platform.make_server,
-            on_started=lambda lease: self._post(self._on_stream_started, lease),
-            on_served=lambda lease, stats, error: self._post(self._on_stream_ended, lease, stats, error),
+            on_started=lambda lease: self._post(self.step, StreamStarted(lease), "plane"),
+            on_served=lambda lease, stats, error: self._post(self.step, StreamEnded(lease, error, stats), "plane"),
             telemetry=telemetry,
-            observes_ends=(self.measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
         self._reader = parts.platform.make_reader(
@@ -144,19 +141,13 @@ class Worker:
         limits, cache = parts.limits, self._holder.cache
         self._lending = LendCore(limits, cache, leases)
         self.cores = Cores(make_roles(limits, cache, leases), ReplicaCore(limits, cache), self._lending)
+        self._observer = WorkerObserver(telemetry, parts.worker_id, self.measured, self._rates, self.cores)
         self._feed = EngineFeed(
-            parts,
-            self._holder,
-            self.cores,
-            self._spans,
-            self._rates,
-            self.measured,
-            post=self._post,
-            handle=self.handle,
+            parts, self._holder, self.cores, post=self._post, step=lambda event: self.step(event, "engine")
         )
         self.reporter = Reporter(
             parts.info(), self._holder, self._feed.engine, self._rates, bus, self._outbox, self.cores,
-            config.times.presence,
+            config.times.presence, self._observer.journal,
         )  # fmt: skip
         self._heartbeat = Heartbeat(self._times.tick_ms / 1000, settings.fence_after_ms / 1000)
         self._loop: asyncio.AbstractEventLoop
@@ -210,7 +201,7 @@ class Worker:
             record=ReadRecords(layout.block_size, self._rates, self.measured).record,
             contents=self._holder.contents,
             kept=self._holder.cache.kept,
-            on_event=self.handle,
+            on_event=lambda event: self.step(event, "read"),
             wire_dtype=lambda holder: self._wire.dtype(holder, now_ms()),
         )
         self._feed.engine.start()
@@ -246,7 +237,7 @@ class Worker:
         """Take no new work; what runs goes on elsewhere, or, where nobody else could go on with it, here."""
         self.told_to_leave.set()
         self.reporter.tell_draining()
-        self.handle(DrainBegun(finishes))
+        self.step(DrainBegun(finishes), "drain")
         self._changed.set()
 
     async def leave_behind(self) -> None:
@@ -315,7 +306,7 @@ class Worker:
 
     def end_drain(self) -> None:
         """What still runs goes on elsewhere, whatever it is; its KV may be read here for a moment more."""
-        self.handle(DrainOver())
+        self.step(DrainOver(), "drain")
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """Say whether nothing runs here and nobody reads or is to read, at the latest after `timeout_s` seconds."""
@@ -353,13 +344,13 @@ class Worker:
 
     # Deciding.
 
-    def handle(self, event: Event) -> Message | None:
-        """Let the cores decide, and carry out what they say. Return the reply to an event that is a question. Raises
-        EngineStoppedError: nothing is decided any more, and no block given back, once a read may write where it should
-        not."""
+    def step(self, event: Event, cause: str) -> Message | None:
+        """Let the cores decide, and carry out what they say. Return the reply to an event that is a question. `cause`:
+        the subject of the message, or the part of this process that the event is of. Raises EngineStoppedError: nothing
+        is decided any more, and no block given back, once a read may write where it should not."""
         self._check_reads()
         self.look_at_the_clock()
-        reply = self._decide(event)
+        reply = self._decide(event, cause)
         if isinstance(event, AttemptAsked) and not isinstance(reply, Refused):
             self._feed.expect(event.request.sampling.grammar)
         return reply
@@ -372,6 +363,8 @@ class Worker:
             now = now_ms()
             actions = [action for core in self.cores for action in core.tick(now)]
         self._execute(actions)
+        if actions:
+            self._observer.saw("clock", TimePassed(), actions)
         self.reporter.tell_cooling()
 
     def look_at_the_clock(self) -> None:
@@ -394,14 +387,14 @@ class Worker:
         """Let go of what reads that have ended had open. Blocks: a driver takes its time to unmap."""
         self._reader.release_ended()
 
-    async def lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
+    async def lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are here, as soon as the first of them is if it is being computed; or refuse
         it."""
         until_ms = now_ms() + max(0, request.answer_within_ms) // 2  # the answer has its way to go, too
         self._num_waiting += 1
         try:
             while True:
-                stored, reply = self._stored, self._lend(request, traceparent)
+                stored, reply = self._stored, self._lend(request, traceparent, cause)
                 if isinstance(reply, LeaseGranted) or reply.reason is not RefusalReason.GONE:
                     return reply
                 if not self._is_coming(request, 0):
@@ -422,7 +415,7 @@ class Worker:
         next_hash = BlockHash(rest[:BLOCK_HASH_BYTES])
         return self.cores.is_computing(next_hash, request.first_block + num_blocks, request.tenant)
 
-    def _lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
+    def _lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         self._check_reads()
         self.look_at_the_clock()
         if (refused := self.unproved(request)) is not None:
@@ -430,6 +423,7 @@ class Worker:
         with self._holder.lock:
             granted = self._lending.answer(request, now_ms())
         self._execute([])
+        self._observer.saw(cause, request, (granted,))
         if isinstance(granted, Refused):
             return granted
         lent = self._holder.lend(granted, request, traceparent)
@@ -440,11 +434,11 @@ class Worker:
         """Return the refusal of a request of which nobody has proved whose it is, or None."""
         return self._parts.credentials.refusal(request, self._parts.worker_id)
 
-    def left(self, event: WorkerLeft) -> None:
+    def left(self, event: WorkerLeft, cause: str) -> None:
         """Somebody has left; or this worker is said to have."""
         self.peers.left(event)
         if event.worker_id != self._parts.worker_id:
-            self.handle(event)
+            self.step(event, cause)
         elif event.incarnation == self._holder.incarnation:
             self._fence(f"it was declared lost: {event.reason}")
 
@@ -461,11 +455,11 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def purge(self, message: PurgeBlocks) -> BlocksPurged:
+    def purge(self, message: PurgeBlocks, cause: str) -> BlocksPurged:
         """Forget what the blocks hold, and let the directory know."""
         kept = self._holder.cache.kept
         num_before = len(kept.block_of)
-        self.handle(message)
+        self.step(message, cause)
         num_blocks = num_before - len(kept.block_of)
         return BlocksPurged(worker_id=self._parts.worker_id, num_blocks=num_blocks)
 
@@ -477,11 +471,14 @@ class Worker:
 
     # What the cores ask for.
 
-    def _decide(self, event: Event) -> Message | None:
-        with self._holder.lock:
-            now = now_ms()
-            actions = [action for core in self.cores for action in core.handle(event, now)]
-        return self._execute(actions)
+    def _decide(self, event: Event, cause: str) -> Message | None:
+        with self._observer.journal.explains():
+            with self._holder.lock:
+                now = now_ms()
+                actions = [action for core in self.cores for action in core.handle(event, now)]
+            reply = self._execute(actions)
+            self._observer.saw(cause, event, actions)
+        return reply
 
     def _execute(self, actions: list[Action]) -> Message | None:
         """Carry out actions in order; the tokens among them go out as one message a gateway. Return the reply among
@@ -504,8 +501,8 @@ class Worker:
                     self._reads.start(read)
                 case StopRead(read=read):
                     self._reads.stop(read)
-                case AttemptEnded(attempt=ended):
-                    self._spans.ended(ended)
+                case AttemptEnded():
+                    pass
                 case _:
                     self._execute_lease(action)
         self._outbox.put_tokens(emitted)
@@ -537,17 +534,13 @@ class Worker:
 
     # What happens on other threads, brought to the loop.
 
-    def _post(self, handle: Callable[..., None], *arguments: object) -> None:
+    def _post(self, handle: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all that runs here
-            self._loop.call_soon_threadsafe(handle, *arguments)
+            self._loop.call_soon_threadsafe(self._posted, handle, *arguments)
 
-    def _on_stream_started(self, lease: Grant) -> None:
-        with self._holder.lock:
-            self._lending.handle(StreamStarted(lease), now_ms())
-
-    def _on_stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        self.handle(StreamEnded(lease, error))
-        self._lease_spans.stream_ended(lease, stats, error)
+    def _posted(self, handle: Callable[..., object], *arguments: object) -> None:
+        with self._observer.journal.explains():
+            handle(*arguments)
 
     # Being alive.
 
@@ -561,8 +554,7 @@ class Worker:
             return
         num_running = len(self.cores.wanted_by())
         log.warning("%s ends %d attempts and joins anew: %s", self._parts.worker_id, num_running, reason)
-        self._decide(Fenced(reason))
-        self.measured.fenced()
+        self._decide(Fenced(reason), "presence")
         self._holder.begin(secrets.token_hex(8))
         self._bus.identity["incarnation"] = self._holder.incarnation
         self.reporter.tell_joined()

@@ -86,7 +86,7 @@ class Timers:
         if unwanted and isinstance(event, GatewayUnserved):
             log.warning("gateway %s is dead: %d attempts of it end here", question.gateway_id, len(unwanted))
         for each in unwanted:
-            self._worker.handle(each)
+            self._worker.step(each, f"gateway {question.gateway_id}")
 
 
 async def drain(worker: Worker, config: MeshConfig) -> None:

@@ -37,6 +37,10 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
         assert answer["choices"][0]["text"].strip() == "7412"
         status = json.loads(run_here(tmp_path, "status", "--json").stdout)
         assert status["ready"] and status["policy"] == "round_robin"
+        steps = run_here(tmp_path, "status", "decode-0").stdout
+        offered = f"KVOffered {answer['usage']['kvmesh']['request_id']} → StartRead"
+        assert offered in steps and "handoff.prefill-0.decode-0." in steps
+        assert_one_line(run_here(tmp_path, "status", "decode-9"), "decode-9 does not answer", "kvmesh status")
         assert_one_line(run_here(tmp_path, "up", "--port", "0"), "already")
         assert_one_line(run_here(tmp_path, "tail", "NONSENSE"), "'NONSENSE'", "x-request-id")
         trace = run_here(tmp_path, "trace", answer["usage"]["kvmesh"]["request_id"])

@@ -28,6 +28,7 @@ WRITES_FOR_ALL = {
 }
 """Everything else that a service writes is its owner's alone: `services/files.py` makes it."""
 CATCH_ASSERTIONS = {
+    "services/worker/observe/journal.py": "it says what led to it, and raises it again",
     "services/sim/world.py": "the simulator reports every assertion of the code under test as a problem",
 }
 

@@ -211,13 +211,14 @@ def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -
     def find(_: AttemptKey) -> PrefillAttempt:
         return attempt
 
-    spans.submitted(attempt, seq)
-    for number in range(2 * MAX_LINKED_STEPS):
-        spans.stepped(step(seq, 10 * number + 10, samples=False), find)
-    for number in range(2 * MAX_LINKED_STEPS):
-        spans.stepped(step(seq, 10_000 + 10 * number, samples=True), find)
-    spans.prefilled(attempt)
-    spans.decoded(attempt, "length")
+    attempt.times.computes_prompt = attempt.times.decodes = True
+    for number in range(4 * MAX_LINKED_STEPS):
+        samples = number >= 2 * MAX_LINKED_STEPS
+        result = step(seq, 10 * number + 10, samples=samples)
+        attempt.times.stepped(result.started_ns, result.ended_ns)
+        if samples:
+            attempt.times.sampled(result.ended_ns)
+        spans.stepped(result, find)
     spans.ended(attempt)
     by_name = {span.name: span for span in recorded if span.trace_id == TRACE}
     steps = [span for span in recorded if span.name == SpanName.ENGINE_STEP]
@@ -237,11 +238,7 @@ AHEAD_NS = 10**18
 
 
 def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
-    made, _ = telemetry()
-    spans, core = (
-        WorkerSpans(made, "worker-0"),
-        PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable()),
-    )
+    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     asked = AttemptAsked(
         case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01"
     )
@@ -251,9 +248,7 @@ def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     accepted_ns = asked.times.accepted_ns
     date_ns = accepted_ns + AHEAD_NS
     assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == date_ns, "a repeat changes nothing"
-    spans.submitted(submit.attempt, submit.sequence)
     result = step(submit.sequence, accepted_ns + 100, samples=True)
-    spans.stepped(result, core.attempts.get)
     report = case.one(core.handle(result, 2), Emit).tokens.report
     assert report is not None and report.first_token == FirstTokenTimes(
         accepted_ns=date_ns, first_step_ns=date_ns + 100, computed_ns=date_ns + 105

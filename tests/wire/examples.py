@@ -382,6 +382,7 @@ EXAMPLES: tuple[Message, ...] = (
         leases=(HeldLease(lease_id=LEASE, reader=TARGET, num_blocks=7, age_ms=30, left_ms=29_970),),
         num_requests=1,
         num_leases=1,
+        last_steps=("    0.412 s ago  mesh.v1.handoff.a.b.c.offered: KVOffered r-1 → StartRead",),
     ),
     DescribeRequest(),
     RequestDescribed(

@@ -7,12 +7,9 @@ import pytest
 
 from services.engine.interface import SampledToken, StepResult
 from services.prefill.core import PrefillCore
-from services.telemetry import Telemetry
 from services.worker.core.actions import Action, Emit, Submit
 from services.worker.core.leases import LeaseTable
 from services.worker.engine_feed import EngineFeed
-from services.worker.observe.measured_rates import MeasuredRates
-from services.worker.observe.spans import WorkerSpans
 from tests.worker import worker_cases as case
 
 
@@ -32,11 +29,8 @@ def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> 
         )),
         holder=cast("Any", SimpleNamespace(computed=lambda sequence, *_: taken_in.append(sequence.request_id))),
         cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
-        spans=WorkerSpans(Telemetry("w", None), "w"),
-        rates=MeasuredRates(1),
-        measured=cast("Any", SimpleNamespace(stepped=lambda _: None)),
         post=lambda handle, *arguments: handle(*arguments),
-        handle=lambda event: actions.extend(core.handle(event, 1)),
+        step=lambda event: actions.extend(core.handle(event, 1)),
     )  # fmt: skip
     sequences = (lost.sequence, known.sequence)
     sampled = tuple(SampledToken(sequence, 0, 9, None, False) for sequence in sequences)

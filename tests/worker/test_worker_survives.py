@@ -370,7 +370,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
         self._reader.is_stuck = True
         monkeypatch.setattr(PrefillCore, "handle", lambda core, event, now_ms: decided.append(event) or [])
         with pytest.raises(EngineStoppedError, match="a read of p-0"):
-            self.handle(DrainBegun())
+            self.step(DrainBegun(), "drain")
 
     monkeypatch.setattr(Worker, "start", start_stuck)
     running = run_worker(

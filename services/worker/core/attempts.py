@@ -96,7 +96,8 @@ class TwinWait:
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """When what happened to an attempt, in ns; 0: not yet. Kept by `WorkerSpans`, which records it."""
+    """When what happened to an attempt, in ns; 0: not yet. Kept by its role's core; what spans need besides, by
+    those who record them."""
 
     accepted_ns: int = 0
     is_sampled: bool = False
@@ -121,6 +122,16 @@ class AttemptTimes:
     """The span of the prompt's computation is recorded."""
     has_decode: bool = False
     """The span of the answer's is."""
+
+    def stepped(self, started_ns: int, ended_ns: int) -> None:
+        """An engine step has computed something of it."""
+        self.first_step_ns = self.first_step_ns or started_ns
+        self.last_step_ns = ended_ns
+
+    def sampled(self, ended_ns: int) -> None:
+        """An engine step has chosen a token of it."""
+        self.first_token_ns = self.first_token_ns or ended_ns
+        self.num_tokens += 1
 
     def first_token(self) -> FirstTokenTimes | None:
         """Return how the attempt came to its first token; None: its prompt was not computed here."""

@@ -1,8 +1,9 @@
 """What can happen to a worker's attempts, copies and leases. A message that needs no more than itself is an event as
 it is, and so is an engine step's result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dataplane.protocol.stream import TransferStats
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
 from schemas.kv import PurgeBlocks, ReadEnd, ReplicateBlocks, ReturnLease
 from schemas.request import AttemptFailure, CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
@@ -82,10 +83,11 @@ class StreamStarted:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """A read under this lease is over. `error`: why it failed, for people; "": all was sent."""
+    """A read under this lease is over. `error`: why it failed, for people; "": all was sent. `stats`: what was sent."""
 
     lease: Grant
     error: str = ""
+    stats: TransferStats = field(default_factory=TransferStats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,11 @@ class Fenced:
     told."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The clock has ticked: what the cores' `tick` decides is decided on this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,10 +223,14 @@ class RoleCore(ABC, Generic[AttemptT]):
     def _stepped(self, result: StepResult, now_ms: int) -> list[Action]:
         """Send on what an engine step gave. Sequences of other cores are passed over."""
         actions: list[Action] = []
+        for sequence, _ in result.computed:
+            if (attempt := self.attempts.get((sequence.request_id, sequence.attempt))) is not None:
+                attempt.times.stepped(result.started_ns, result.ended_ns)
         for sampled in result.sampled:
             attempt = self.attempts.get((sampled.sequence.request_id, sampled.sequence.attempt))
             if attempt is None:
                 continue
+            attempt.times.sampled(result.ended_ns)
             if sampled.local_end:
                 actions += self._offer_copies(attempt, now_ms, ended=True)
             if not attempt.has_ended:
@@ -500,6 +504,11 @@ class RoleCore(ABC, Generic[AttemptT]):
             tenant=request.tenant,
             wants_prompt_logprobs=attempt.owes_prompt_logprobs and attempt.kv.num_present_tokens == 0,
         )
+        times = attempt.times
+        times.num_prompt_tokens, times.decodes = sequence.num_prompt_tokens, sequence.max_local_tokens is None
+        # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.
+        is_handed_over = attempt.part == "decode" and sequence.index > 0 and sequence.num_uncomputed_tokens == 1
+        times.computes_prompt = not is_handed_over
         return Submit(sequence, attempt, lease)
 
     def _stop(self, attempt: AttemptT) -> StopRead | Withdraw | None:

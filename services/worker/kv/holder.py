@@ -47,8 +47,7 @@ class KVHolder(Generic[MemoryT]):
     """One process's blocks. The leases are changed on the event loop, under `lock`; the plane's threads only look.
 
     `on_started` (the first byte of a read is on its way) and `on_served` (it is over: what was sent, and why it failed,
-    for people; "": all was sent) are called on the plane's threads. `observes_ends` are called on the event loop when a
-    lease has ended: for metrics and spans.
+    for people; "": all was sent) are called on the plane's threads.
     """
 
     worker_id: WorkerId
@@ -61,7 +60,6 @@ class KVHolder(Generic[MemoryT]):
     on_started: Callable[[Grant], None]
     on_served: Callable[[Grant, TransferStats, str], None]
     telemetry: Telemetry = field(default_factory=lambda: Telemetry("", None))
-    observes_ends: tuple[Callable[[Grant], None], ...] = ()
     leases: LeaseTable = field(default_factory=LeaseTable)
     lock: threading.Lock = field(default_factory=threading.Lock)
     plane: PlaneServer | None = None
@@ -175,8 +173,6 @@ class KVHolder(Generic[MemoryT]):
     def close_lease(self, grant: Grant) -> None:
         """The lease has ended: fail a stream that is still open on it."""
         grant.progress.fail(grant.outcome)
-        for observe in self.observes_ends:
-            observe(grant)
         if not len(self.leases):
             self._unread.set()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from schemas.request import AttemptEnd
-from services.engine.interface import Sequence, StepResult
+from services.engine.interface import StepResult
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled
 from services.worker.core.attempts import AnyAttempt, AttemptTimes
 from services.worker.core.content import AttemptKey
@@ -20,35 +20,22 @@ def times_of(traceparent: str, ahead_ns: int) -> AttemptTimes:
 
 @dataclass
 class WorkerSpans:
-    """Records one worker's spans. What they need of an attempt stands in its `times`, which nobody else changes."""
+    """Records one worker's spans. What they need of an attempt stands in its `times`."""
 
     telemetry: Telemetry
     worker_id: str
 
-    def submitted(self, attempt: AnyAttempt, sequence: Sequence) -> None:
-        """The engine is given an attempt's sequence."""
-        times = attempt.times
-        times.submitted_ns = time.monotonic_ns()
-        times.num_prompt_tokens = sequence.num_prompt_tokens
-        times.decodes = sequence.max_local_tokens is None
-        # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.
-        is_handed_over = attempt.part == "decode" and sequence.index > 0 and sequence.num_uncomputed_tokens == 1
-        times.computes_prompt = not is_handed_over
-
     def stepped(self, result: StepResult, find: Callable[[AttemptKey], AnyAttempt | None]) -> None:
-        """Note the step's times for its attempts, and record the step where one of them is traced."""
+        """Record an engine step where one of its attempts is traced, and what of them it has brought to its end."""
         linked: list[tuple[list[str], str]] = []
         num_new = 0
         for sequence, _ in result.computed:
             attempt = find((sequence.request_id, sequence.attempt))
             if attempt is None:
                 continue
-            times = attempt.times
-            num_new += not times.first_step_ns
-            times.first_step_ns = times.first_step_ns or result.started_ns
-            times.last_step_ns = result.ended_ns
-            if times.is_sampled:
-                self._link(attempt, linked)
+            num_new += attempt.times.first_step_ns == result.started_ns
+            if attempt.times.is_sampled:
+                self._link(attempt, result.ended_ns, linked)
         if linked:
             step = self.telemetry.record_apart(
                 SpanName.ENGINE_STEP,
@@ -66,20 +53,14 @@ class WorkerSpans:
             for steps, _ in linked:
                 steps.append(step)
         for sampled in result.sampled:
-            if attempt := find((sampled.sequence.request_id, sampled.sequence.attempt)):
-                attempt.times.first_token_ns = attempt.times.first_token_ns or result.ended_ns
-                attempt.times.num_tokens += 1
-
-    def prefilled(self, attempt: AnyAttempt) -> None:
-        """Record a prompt's computation, if a step has just ended it."""
-        times = attempt.times
-        if times.first_step_ns and times.computes_prompt and not times.has_prefill:
-            self._record_prefill(attempt, times.first_token_ns)
-
-    def decoded(self, attempt: AnyAttempt, finish_reason: str) -> None:
-        """Record an answer's computation, which has come to its end."""
-        if attempt.times.first_step_ns:
-            self._record_decode(attempt, attempt.times.last_step_ns, finish_reason)
+            attempt = find((sampled.sequence.request_id, sampled.sequence.attempt))
+            if attempt is None or not attempt.times.first_step_ns:
+                continue
+            times = attempt.times
+            if times.computes_prompt and not times.has_prefill:
+                self._record_prefill(attempt, times.first_token_ns)
+            if sampled.local_end and sampled.sequence.max_local_tokens is None:
+                self._record_decode(attempt, times.last_step_ns, sampled.finish_reason or "")
 
     def ended(self, attempt: AnyAttempt) -> None:
         """An attempt goes on here no more: record what of it has not been."""
@@ -97,10 +78,11 @@ class WorkerSpans:
         if (is_decode or times.decodes) and not times.has_decode and (is_begun or (is_decode and outcome)):
             self._record_decode(attempt, now_ns, outcome, error)
 
-    def _link(self, attempt: AnyAttempt, linked: list[tuple[list[str], str]]) -> None:
-        """Note what a step is to be linked to, within the bounds."""
+    def _link(self, attempt: AnyAttempt, ended_ns: int, linked: list[tuple[list[str], str]]) -> None:
+        """Note what a step that ended then is to be linked to, within the bounds: the step with the first token is the
+        prompt's."""
         times = attempt.times
-        if times.computes_prompt and not times.first_token_ns:
+        if times.computes_prompt and times.first_token_ns in (0, ended_ns):
             if len(times.compute_steps) < MAX_LINKED_STEPS:
                 times.compute = times.compute or self.telemetry.child_of(attempt.traceparent)
                 linked.append((times.compute_steps, times.compute))
