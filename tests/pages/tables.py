@@ -76,7 +76,6 @@ def flags_table() -> str:
 Sections = dict[str, Callable[[], str]]
 
 PAGES: dict[str, Sections] = {
-    "ARCHITECTURE.md": {"handoff": handoff_diagram},
     "dataplane/SCALING.md": {
         "tokens": lambda: links.markdown(links.token_table()),
         "links": lambda: links.markdown(links.link_table(links.LENGTHS)),
@@ -84,7 +83,7 @@ PAGES: dict[str, Sections] = {
     },
     "docs/api.md": {"parameters": parameter_table},
     "docs/metrics.md": {"metrics": metrics_table},
-    "docs/protocol.md": {"subjects": subject_table, "messages": message_tables},
+    "docs/protocol.md": {"subjects": subject_table, "handoff": handoff_diagram, "messages": message_tables},
     "docs/security.md": {"permissions": permissions_table},
     "docs/usage.md": {"flags": flags_table},
 }
