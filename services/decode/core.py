@@ -26,10 +26,11 @@ from services.engine.interface import SampledToken
 from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead
 from services.worker.core.attempts import Attempt, KVRead
 from services.worker.core.checks import WorkerLimits
-from services.worker.core.events import AttemptAsked, Event, ReadEnded, ReadStarted
+from services.worker.core.events import AttemptAsked, ReadEnded, ReadStarted
 from services.worker.core.leases import LeaseTable
 from services.worker.core.messages import handoff_fields, publish_event
 from services.worker.core.role import HeardSubject, RoleCore
+from services.worker.core.rules import RuleTable
 from services.worker.core.twins import Twins
 
 
@@ -68,25 +69,23 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             HeardSubject(subjects.ABORTED, as_target),
         )
 
-    def _react(self, event: Event, now_ms: int) -> list[Action]:
-        match event:
-            case AttemptAsked(request=ReserveBlocks()):
-                return self._reserve(event, now_ms)
-            case KVOffered():
-                return self._offered(event, now_ms)
-            case ReadStarted():
-                return self._read_started(event)
-            case HandoffAborted():
-                return self._aborted(event, now_ms)
-            case _:
-                return super()._react(event, now_ms)
+    def rules(self) -> RuleTable:
+        return {
+            **super().rules(),
+            AttemptAsked: self._asked,
+            KVOffered: self._agreeing(self._offered),
+            ReadStarted: self._read_started,
+            HandoffAborted: self._agreeing(self._aborted),
+        }
 
-    def _reserve(self, event: AttemptAsked, now_ms: int) -> list[Action]:
+    def _asked(self, event: AttemptAsked, now_ms: int) -> list[Action]:
         """Make room, now or as soon as there are blocks, or say why not."""
+        if not isinstance(event.request, ReserveBlocks):
+            return []
         attempt = self._take(event, now_ms)
         if isinstance(attempt, SendReply):
             return [attempt]
-        request, actions = attempt.request, self._admit(now_ms)
+        request, actions = attempt.request, self.admit(now_ms)
         accepted = ReservationAccepted(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -114,7 +113,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         attempt.read = KVRead(attempt.key, holder, offer, attempt.tables, first_token, attempt.traceparent)
         return [StartRead(attempt.read)]
 
-    def _read_started(self, event: ReadStarted) -> list[Action]:
+    def _read_started(self, event: ReadStarted, _: int) -> list[Action]:
         """The first byte of a hand-over is here."""
         attempt = self.attempts.get(event.read.key)
         if attempt is None or attempt.read is not event.read or attempt.state is not HandoffState.OFFERED:
@@ -191,7 +190,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
                 attempt.reserved_ms = now_ms if attempt.reserved_ms is None else attempt.reserved_ms
         return actions
 
-    def _admit(self, now_ms: int) -> list[Action]:
+    def admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
         for given in [given for given in self._given if not self._leases.is_expected(given.request.request_id)]:
             self._given.remove(given)

@@ -28,10 +28,11 @@ from services.worker.core.actions import (
 )
 from services.worker.core.attempts import Attempt
 from services.worker.core.checks import WorkerLimits
-from services.worker.core.events import AttemptAsked, Event, ReadEnded, StreamEnded
+from services.worker.core.events import AttemptAsked, DrainOver, Fenced, ReadEnded, StreamEnded
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields, publish_event
 from services.worker.core.role import HeardSubject, RoleCore
+from services.worker.core.rules import RuleTable
 from services.worker.core.twins import Twins
 from services.worker.limits import AHEAD_SHARE
 
@@ -85,26 +86,23 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             HeardSubject(subjects.ABORTED, as_source),
         )
 
-    def _react(self, event: Event, now_ms: int) -> list[Action]:
-        match event:
-            case AttemptAsked(request=RunPrefill()):
-                return [self._run(event, now_ms)]
-            case BlocksReserved():
-                return self._reserved(event, now_ms)
-            case KVLanded():
-                return self._landed(event, now_ms)
-            case HandoffAborted():
-                return self._aborted(event, now_ms)
-            case StreamEnded():
-                return self._stream_ended(event, now_ms)
-            case _:
-                return super()._react(event, now_ms)
+    def rules(self) -> RuleTable:
+        return {
+            **super().rules(),
+            AttemptAsked: self._asked,
+            BlocksReserved: self._agreeing(self._reserved),
+            KVLanded: self._agreeing(self._landed),
+            HandoffAborted: self._agreeing(self._aborted),
+            StreamEnded: self._stream_ended,
+        }
 
-    def _run(self, event: AttemptAsked, now_ms: int) -> SendReply:
+    def _asked(self, event: AttemptAsked, now_ms: int) -> list[Action]:
         """Take a prompt, or say why not."""
+        if not isinstance(event.request, RunPrefill):
+            return []
         attempt = self._take(event, now_ms)
         if isinstance(attempt, SendReply):
-            return attempt
+            return [attempt]
         request = attempt.request
         if request.handoff_id is not None and self._early_reservations.pop(request.handoff_id, None) is not None:
             attempt.reserved = True
@@ -115,7 +113,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             worker_id=self._limits.worker_id,
             accepted_ns=attempt.times.accepted_ns + attempt.times.ahead_ns,
         )
-        return SendReply(accepted)
+        return [SendReply(accepted)]
 
     def _reserved(self, event: BlocksReserved, now_ms: int) -> list[Action]:
         """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer, or
@@ -164,9 +162,9 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         attempt.kv.landed(event.read.holder, event.outcome)
         return self._assemble(attempt)
 
-    def _fence(self, reason: str, now_ms: int) -> list[Action]:
+    def _fenced(self, event: Fenced, now_ms: int) -> list[Action]:
         self._early_reservations.clear()
-        return super()._fence(reason, now_ms)
+        return super()._fenced(event, now_ms)
 
     def _worker_left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
         """A reader is gone: nobody will land what it was reading. A source is gone: its read ends."""
@@ -183,9 +181,9 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         is_prompt = attempt.stage == "computing" and attempt.hands_over
         return is_prompt and len(attempt.prompt) - num_stored <= FINISHED_TOKENS
 
-    def _hand_back(self, now_ms: int) -> list[Action]:
+    def _drain_over(self, event: DrainOver, now_ms: int) -> list[Action]:
         """Also give up prefixes whose readers have no room for them yet: nobody knows when they will."""
-        actions = super()._hand_back(now_ms)
+        actions = super()._drain_over(event, now_ms)
         computed = [a for a in self.attempts.values() if a.stage == "handing_over"]
         for attempt in [a for a in computed if a.lease is not None and not a.lease.is_offered]:
             actions += self._end(attempt, "the worker leaves before the decode worker has room", now_ms)
@@ -221,7 +219,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             actions += self._end(attempt, "the lease expired", now_ms, tell_target=False)
         return actions + self._offer_again(now_ms)
 
-    def _admit(self, now_ms: int) -> list[Action]:
+    def admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
         while (attempt := self._next(now_ms)) is not None:
             # What is cached or read has no logarithms: a prompt whose own are wanted is computed whole.

@@ -42,6 +42,7 @@ from services.worker.core.actions import Action, CloseLease
 from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted, TimePassed
 from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
+from services.worker.core.rules import Rules
 from services.worker.kv.holder import KVHolder
 from services.worker.kv.peers import Peers
 from services.worker.observe.metrics import HolderMetrics
@@ -119,6 +120,7 @@ class Store:
             leases=leases,
         )
         self._lending = LendCore(memory.limits, memory, leases)
+        self._rules = Rules([self._lending.rules()])
         self._reader = parts.platform.make_reader(
             parts.arena, parts.shape, parts.credentials.secrets, config.times.plane
         )
@@ -254,7 +256,7 @@ class Store:
         message, or the part of this process that the event is of."""
         with self._observer.journal.explains():
             with self._holder.lock:
-                actions = self._lending.handle(event, now_ms())
+                actions = self._rules.decide(event, now_ms())
             self._execute(actions)
             self._observer.saw(cause, event, actions)
 
@@ -316,11 +318,7 @@ class Store:
     async def _tick(self) -> None:
         """Say the load, and end what is over its time."""
         while True:
-            with self._holder.lock:
-                over = self._lending.tick(now_ms())
-            self._execute(over)
-            if over:
-                self._observer.saw("clock", TimePassed(), over)
+            self._decide(TimePassed(), "clock")
             self._changed()
             self._teller.tell(self._load(), now_ms())
             self._reader.release_ended()

@@ -15,6 +15,7 @@ from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
 from services.worker.core.role import RoleCore
+from services.worker.core.rules import Rules
 
 MakeRoles = Callable[[WorkerLimits, BlockCache, LeaseTable], tuple[RoleCore[Any], ...]]
 """Makes the cores of a worker's roles, which share its blocks and leases."""
@@ -23,14 +24,17 @@ MakeRoles = Callable[[WorkerLimits, BlockCache, LeaseTable], tuple[RoleCore[Any]
 @dataclass(frozen=True, slots=True)
 class Cores:
     """All that decide for one worker: its roles, the copies that it keeps of others' blocks, the leases that others
-    ask for. Each hears every event, in this order, and passes over what is not its own."""
+    ask for."""
 
     roles: tuple[RoleCore[Any], ...]
     replicas: ReplicaCore
     lending: LendCore
 
-    def __iter__(self) -> Iterator[RoleCore[Any] | ReplicaCore | LendCore]:
-        yield from (*self.roles, self.replicas, self.lending)
+    def rules(self) -> Rules:
+        """Return what they do with each event, in this order; blocks may have become free, so each role then begins
+        what waits for some."""
+        cores = (*self.roles, self.replicas, self.lending)
+        return Rules([core.rules() for core in cores], [role.admit for role in self.roles])
 
     @property
     def num_running(self) -> int:

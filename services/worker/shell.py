@@ -46,6 +46,7 @@ from services.worker.core.actions import (
     CloseLease,
     Emit,
     FinishLease,
+    Lend,
     Offer,
     Publish,
     SendReply,
@@ -60,6 +61,7 @@ from services.worker.core.events import (
     DrainOver,
     Event,
     Fenced,
+    LeaseAsked,
     Stopping,
     StreamEnded,
     StreamStarted,
@@ -139,8 +141,9 @@ class Worker:
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
         limits, cache = parts.limits, self._holder.cache
-        self._lending = LendCore(limits, cache, leases)
-        self.cores = Cores(make_roles(limits, cache, leases), ReplicaCore(limits, cache), self._lending)
+        copies, lending = ReplicaCore(limits, cache), LendCore(limits, cache, leases)
+        self.cores = Cores(make_roles(limits, cache, leases), copies, lending)
+        self._rules = self.cores.rules()
         self._observer = WorkerObserver(telemetry, parts.worker_id, self.measured, self._rates, self.cores)
         self._feed = EngineFeed(
             parts, self._holder, self.cores, post=self._post, step=lambda event: self.step(event, "engine")
@@ -325,10 +328,8 @@ class Worker:
         await asyncio.to_thread(self._feed.stop)
         await self._holder.until_unread(self._times.readers_stay_s)
         timers.cancel()
-        with self._holder.lock:
-            actions = self._lending.handle(Stopping(), now_ms())
-            actions += self._lending.handle(Fenced("the worker is stopping"), now_ms())
-        self._execute(actions)
+        for last in (Stopping(), Fenced("the worker is stopping")):
+            self._decide(last, "stop")
         self.reporter.tell_left()
         self._outbox.close()
         await asyncio.to_thread(self._reader.close)
@@ -345,9 +346,10 @@ class Worker:
     # Deciding.
 
     def step(self, event: Event, cause: str) -> Message | None:
-        """Let the cores decide, and carry out what they say. Return the reply to an event that is a question. `cause`:
-        the subject of the message, or the part of this process that the event is of. Raises EngineStoppedError: nothing
-        is decided any more, and no block given back, once a read may write where it should not."""
+        """The only door: whatever happens comes in here, from the bus, the engine, carriers and timers. Let the cores
+        decide, and carry out what they say. Return the reply to an event that is a question. `cause`: the subject of
+        the message, or the part of this process that the event is of. Raises EngineStoppedError: nothing is decided any
+        more, and no block given back, once a read may write where it should not."""
         self._check_reads()
         self.look_at_the_clock()
         reply = self._decide(event, cause)
@@ -357,14 +359,7 @@ class Worker:
 
     def tick(self) -> None:
         """Do what the time makes necessary. Raises EngineStoppedError."""
-        self._check_reads()
-        self.look_at_the_clock()
-        with self._holder.lock:
-            now = now_ms()
-            actions = [action for core in self.cores for action in core.tick(now)]
-        self._execute(actions)
-        if actions:
-            self._observer.saw("clock", TimePassed(), actions)
+        self.step(TimePassed(), "clock")
         self.reporter.tell_cooling()
 
     def look_at_the_clock(self) -> None:
@@ -394,7 +389,9 @@ class Worker:
         self._num_waiting += 1
         try:
             while True:
-                stored, reply = self._stored, self._lend(request, traceparent, cause)
+                stored, reply = self._stored, self.unproved(request)
+                reply = reply or self.step(LeaseAsked(request, traceparent), cause)
+                assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
                 if isinstance(reply, LeaseGranted) or reply.reason is not RefusalReason.GONE:
                     return reply
                 if not self._is_coming(request, 0):
@@ -415,20 +412,10 @@ class Worker:
         next_hash = BlockHash(rest[:BLOCK_HASH_BYTES])
         return self.cores.is_computing(next_hash, request.first_block + num_blocks, request.tenant)
 
-    def _lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
-        self._check_reads()
-        self.look_at_the_clock()
-        if (refused := self.unproved(request)) is not None:
-            return refused
-        with self._holder.lock:
-            granted = self._lending.answer(request, now_ms())
-        self._execute([])
-        self._observer.saw(cause, request, (granted,))
-        if isinstance(granted, Refused):
-            return granted
-        lent = self._holder.lend(granted, request, traceparent)
-        num_blocks = granted.num_tokens // self._parts.limits.block_size - request.first_block
-        return msgspec.structs.replace(lent, more_comes=self._is_coming(request, num_blocks))
+    def _lend(self, lend: Lend) -> LeaseGranted:
+        lent = self._holder.lend(lend.lease, lend.request, lend.traceparent)
+        num_blocks = lend.lease.num_tokens // self._parts.limits.block_size - lend.request.first_block
+        return msgspec.structs.replace(lent, more_comes=self._is_coming(lend.request, num_blocks))
 
     def unproved(self, request: RunPrefill | ReserveBlocks | RequestLease) -> Refused | None:
         """Return the refusal of a request of which nobody has proved whose it is, or None."""
@@ -474,8 +461,7 @@ class Worker:
     def _decide(self, event: Event, cause: str) -> Message | None:
         with self._observer.journal.explains():
             with self._holder.lock:
-                now = now_ms()
-                actions = [action for core in self.cores for action in core.handle(event, now)]
+                actions = self._rules.decide(event, now_ms())
             reply = self._execute(actions)
             self._observer.saw(cause, event, actions)
         return reply
@@ -489,6 +475,8 @@ class Worker:
             match action:
                 case SendReply(message=reply):
                     pass
+                case Lend():
+                    reply = self._lend(action)
                 case Emit(gateway_id=gateway_id, tokens=tokens):
                     emitted.append((gateway_id, tokens))
                 case Publish(subject=subject, ids=ids, message=message, traceparent=traceparent):
@@ -555,6 +543,7 @@ class Worker:
         num_running = len(self.cores.wanted_by())
         log.warning("%s ends %d attempts and joins anew: %s", self._parts.worker_id, num_running, reason)
         self._decide(Fenced(reason), "presence")
+        self.measured.fenced()
         self._holder.begin(secrets.token_hex(8))
         self._bus.identity["incarnation"] = self._holder.incarnation
         self.reporter.tell_joined()

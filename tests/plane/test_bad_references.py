@@ -54,6 +54,7 @@ from tests.plane.harness import (
     write_kv,
 )
 from tests.plane.test_strangers import proxy
+from tests.worker import worker_cases as case
 
 OPEN_LEASE_WITHIN_MS = Times().worker.open_lease_within_ms
 
@@ -147,7 +148,7 @@ class Lender:
         """Take in, as the event loop does, that a lease's read is over."""
         with self.holder.lock:
             lease = self.lease_of(granted)
-            self.lending.handle(StreamEnded(lease), now_ms())
+            case.decide(self.lending, StreamEnded(lease), now_ms())
         self.holder.close_lease(lease)
 
     def until_served(self) -> str:

@@ -21,6 +21,7 @@ from schemas.kv import LeaseGranted
 from services.worker.core.events import StreamStarted
 from tests.plane.harness import LAYOUT, SECRET, Target, fails, random_kv
 from tests.plane.test_bad_references import BLOCK, NUM_TOKENS, Lender, hashes_of, read
+from tests.worker import worker_cases as case
 
 SECRETS = TicketSecrets([SECRET])
 NUM_BLOCKS = NUM_TOKENS // BLOCK
@@ -136,7 +137,7 @@ def known_tags(lender: Lender, target: Target, carrier: str) -> list[bytes]:
     granted, content = lender.lend(), expected_of(target)
     assert read(lender, target, carrier, granted, content=content).num_tokens == NUM_TOKENS
     assert lender.until_served() == ""
-    lender.lending.handle(StreamStarted(lender.lease_of(granted)), 0)
+    case.decide(lender.lending, StreamStarted(lender.lease_of(granted)), 0)
     lender.end(granted)
     return content.tags
 

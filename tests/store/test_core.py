@@ -28,6 +28,7 @@ from services.worker.kv.ledger import BlockLedger
 from services.worker.limits import MAX_LENT_LEASES
 from tests.share import examples
 from tests.store.rig import LAYOUT, WINDOWED, contents_at, hash_of, hashes_of, key_at, keys_at
+from tests.worker import worker_cases as case
 
 OPEN_LEASE_WITHIN_MS = Times().worker.open_lease_within_ms
 
@@ -335,14 +336,14 @@ def test_a_lease_ends_once_whichever_way_it_ends() -> None:
     pull(core, 1, 2, 3, writes=False)
     first, second, third = lend(lender, 1), lend(lender, 1, 2), lend(lender, 3)
     assert lender.leases.num_leased_blocks == 3
-    assert closed(lender.handle(StreamEnded(first), NOW)) == [first]
-    assert lender.handle(StreamEnded(first, "again"), NOW) == []
-    lender.handle(StreamStarted(third), NOW)
-    assert closed(lender.tick(NOW + OPEN_LEASE_WITHIN_MS)) == [second]
-    assert lender.tick(NOW + LEASE_MS - 1) == []
+    assert closed(case.decide(lender, StreamEnded(first), NOW)) == [first]
+    assert case.decide(lender, StreamEnded(first, "again"), NOW) == []
+    case.decide(lender, StreamStarted(third), NOW)
+    assert closed(case.tick(lender, NOW + OPEN_LEASE_WITHIN_MS)) == [second]
+    assert case.tick(lender, NOW + LEASE_MS - 1) == []
     left = WorkerLeft(worker_id=READER, incarnation="x", reason="gone")
-    assert closed(lender.handle(left, NOW)) == [third]
-    lender.handle(StreamStarted(third), NOW)
+    assert closed(case.decide(lender, left, NOW)) == [third]
+    case.decide(lender, StreamStarted(third), NOW)
     assert (core.memory.num_free, core.memory.num_cached, lender.leases.num_leased_blocks) == (5, 3, 0)
     assert num_running(core, lender.leases) == 0
 
@@ -352,7 +353,7 @@ def test_only_the_leavers_leases_end() -> None:
     lender = lending(core)
     pull(core, 1)
     lend(lender, 1)
-    assert lender.handle(WorkerLeft(worker_id=WorkerId("decode-1"), incarnation="x", reason="gone"), NOW) == []
+    assert case.decide(lender, WorkerLeft(worker_id=WorkerId("decode-1"), incarnation="x", reason="gone"), NOW) == []
     assert len(lender.leases) == 1
 
 
@@ -384,7 +385,7 @@ def test_there_is_a_bound_on_open_leases() -> None:
         assert isinstance(lender.answer(asked, NOW), Grant)
     refused = lender.answer(ask(1), NOW)
     assert isinstance(refused, Refused) and refused.reason == RefusalReason.OVERLOADED
-    assert len(lender.handle(Fenced("over"), NOW)) == MAX_LENT_LEASES
+    assert len(case.decide(lender, Fenced("over"), NOW)) == MAX_LENT_LEASES
     write_all(core)
     assert core.memory.num_cached == 1, "nothing was taken for the refused one"
 
@@ -555,7 +556,7 @@ class StoreMachine(RuleBasedStateMachine):
         del self.leased[lease_id]
         for lease in self.lender.leases:
             if lease.lease_id == lease_id:
-                assert closed(self.lender.handle(StreamEnded(lease), NOW)) == [lease]
+                assert closed(case.decide(self.lender, StreamEnded(lease), NOW)) == [lease]
 
     @invariant()
     def leases_hold_what_they_were_granted_on(self) -> None:

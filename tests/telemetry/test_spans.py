@@ -242,14 +242,14 @@ def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     asked = AttemptAsked(
         case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01"
     )
-    submit = case.one(core.handle(asked, 0), Submit)
+    submit = case.one(case.decide(core, asked, 0), Submit)
     again = AttemptAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01")
-    reply = case.one(core.handle(again, 1), SendReply).message
+    reply = case.one(case.decide(core, again, 1), SendReply).message
     accepted_ns = asked.times.accepted_ns
     date_ns = accepted_ns + AHEAD_NS
     assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == date_ns, "a repeat changes nothing"
     result = step(submit.sequence, accepted_ns + 100, samples=True)
-    report = case.one(core.handle(result, 2), Emit).tokens.report
+    report = case.one(case.decide(core, result, 2), Emit).tokens.report
     assert report is not None and report.first_token == FirstTokenTimes(
         accepted_ns=date_ns, first_step_ns=date_ns + 100, computed_ns=date_ns + 105
     )

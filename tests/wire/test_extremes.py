@@ -26,7 +26,7 @@ from services.presence import Hearing
 from services.scheduler.core import SchedulerCore
 from services.times import DirectoryTimes, PresenceTimes
 from services.worker.core.attempts import AttemptTimes
-from services.worker.core.events import AttemptAsked, CopyOffered
+from services.worker.core.events import AttemptAsked, CopyOffered, LeaseAsked
 from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
@@ -150,20 +150,20 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
     lending = LendCore(limits, cache, leases)
     cores = [PrefillCore(limits, cache, leases), DecodeCore(limits, cache, leases), ReplicaCore(limits, cache), lending]
     for core in cores[:2]:  # one attempt that is as it should be
-        core.handle(AttemptAsked(case.run_prefill(), AttemptTimes()), NOW)
-        core.handle(AttemptAsked(case.reserve(), AttemptTimes()), NOW)
+        case.decide(core, AttemptAsked(case.run_prefill(), AttemptTimes()), NOW)
+        case.decide(core, AttemptAsked(case.reserve(), AttemptTimes()), NOW)
     for message in heard:
         is_asked = isinstance(message, request.RunPrefill | request.ReserveBlocks)
         for core in cores:
-            core.handle(AttemptAsked(message, AttemptTimes()) if is_asked else message, NOW)
+            case.decide(core, AttemptAsked(message, AttemptTimes()) if is_asked else message, NOW)
     for message in asked:
         if isinstance(message, kv.RequestLease):
-            lending.answer(message, NOW)
+            case.decide(lending, LeaseAsked(message), NOW)
         else:
-            cores[2].handle(CopyOffered(message), NOW)
+            case.decide(cores[2], CopyOffered(message), NOW)
     for core in cores:
-        core.tick(NOW)
-        core.tick(2**60)
+        case.tick(core, NOW)
+        case.tick(core, 2**60)
 
 
 @quick

@@ -85,14 +85,14 @@ def test_words_are_kept_while_the_attempt_goes_on_and_a_while_after() -> None:
     core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     _, actions = case.ask(core, case.run_prefill(split=False))
     sequence, key = case.one(actions, Submit).sequence, (RequestId("r1"), 1)
-    core.handle(case.sampled(sequence, 0), 1)
-    core.tick(50_000)
+    case.decide(core, case.sampled(sequence, 0), 1)
+    case.tick(core, 50_000)
     going_on = core.answer_of(key)
     assert going_on is not None and going_on.since(key, 0) is not None
-    core.handle(case.sampled(sequence, 1, finish="stop", local_end=True), 50_000)
-    core.tick(50_000 + RETAIN_ANSWER_MS - 1)
+    case.decide(core, case.sampled(sequence, 1, finish="stop", local_end=True), 50_000)
+    case.tick(core, 50_000 + RETAIN_ANSWER_MS - 1)
     assert core.answer_of(key) is going_on and key not in core.attempts
-    core.tick(50_000 + RETAIN_ANSWER_MS)
+    case.tick(core, 50_000 + RETAIN_ANSWER_MS)
     assert core.answer_of(key) is None and key in core.past
 
 

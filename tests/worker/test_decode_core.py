@@ -384,7 +384,7 @@ def test_a_reservation_gets_the_blocks_that_the_other_core_gives_back() -> None:
     _, actions = case.ask(alone, case.run_prefill(1, num_tokens=20, split=False))
     assert isinstance(case.ask(bench.core, case.reserve(2, num_tokens=20), 0)[0], ReservationAccepted)
     end = case.sampled(one(actions, Submit).sequence, 0, finish="stop", local_end=True)
-    alone.handle(end, 1)
+    case.decide(alone, end, 1)
     assert published(bench.hear(end, 1)) == [BlocksReserved]
 
 
@@ -398,7 +398,7 @@ def test_a_draining_worker_computes_what_it_cannot_read() -> None:
 def test_without_its_source_a_prompt_whose_logarithms_are_wanted_needs_another_attempt() -> None:
     core = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     case.ask(core, case.with_sampling(case.reserve(), prompt_logprobs=2))
-    actions = core.handle(case.aborted(), 1)
+    actions = case.decide(core, case.aborted(), 1)
     failure = case.one(actions, Emit).tokens.failure
     assert failure is not None and failure.code is AttemptFailure.TRANSFER_FAILED and failure.retryable
     assert not core.attempts

@@ -42,9 +42,9 @@ def test_a_decode_workers_requests_by_stage() -> None:
     case.ask(core, case.reserve(1), 100)
     case.ask(core, case.reserve(2, first=50), 300)
     assert stages(core) == [("r1", "reserved", 900, ""), ("r2", "queued", 700, "")]
-    core.handle(case.offered(1), 300)
+    case.decide(core, case.offered(1), 300)
     assert stages(core)[0] == ("r1", "receiving", 900, case.PREFILL)
-    core.handle(case.cancel(1), 400)
+    case.decide(core, case.cancel(1), 400)
     assert stages(core)[0][1] == "ending"
 
 

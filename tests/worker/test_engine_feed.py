@@ -30,7 +30,7 @@ def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> 
         holder=cast("Any", SimpleNamespace(computed=lambda sequence, *_: taken_in.append(sequence.request_id))),
         cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
         post=lambda handle, *arguments: handle(*arguments),
-        step=lambda event: actions.extend(core.handle(event, 1)),
+        step=lambda event: actions.extend(case.decide(core, event, 1)),
     )  # fmt: skip
     sequences = (lost.sequence, known.sequence)
     sampled = tuple(SampledToken(sequence, 0, 9, None, False) for sequence in sequences)

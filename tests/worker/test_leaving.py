@@ -143,10 +143,10 @@ def full_cache(num_blocks: int = 12) -> BlockCache:
 def test_a_full_cache_gives_up_its_coldest_half_for_one_that_leaves_and_nothing_for_others() -> None:
     cache = full_cache()
     core = ReplicaCore(case.limits(case.DECODE, num_blocks=12), cache)
-    assert core.handle(offered(8, leaving=False), 0) == []
-    read = one(core.handle(offered(8), 0), StartRead).read
+    assert case.decide(core, offered(8, leaving=False), 0) == []
+    read = one(case.decide(core, offered(8), 0), StartRead).read
     assert isinstance(read.lease, WantedLease) and read.lease.block_hashes == tuple(hashes(6)), "half, the hottest"
-    core.handle(ReadEnded(read, ReadOutcome(num_landed_tokens=24, num_bytes=1, carrier="shm", is_whole=True)), 1)
+    case.decide(core, ReadEnded(read, ReadOutcome(num_landed_tokens=24, num_bytes=1, carrier="shm", is_whole=True)), 1)
     assert all(cache.holds(block_hash) for block_hash in hashes(6))
     assert cache.num_cached == 12 and cache.num_free == 0
     cache.check_integrity()
@@ -156,4 +156,4 @@ def test_a_worker_all_of_whose_blocks_are_in_use_takes_nothing() -> None:
     cache = case.block_cache(4)
     assert cache.admit_spare(0, 4) is not None
     core = ReplicaCore(case.limits(case.DECODE, num_blocks=4), cache)
-    assert core.handle(offered(2), 0) == [] and core.num_dropped == 1
+    assert case.decide(core, offered(2), 0) == [] and core.num_dropped == 1

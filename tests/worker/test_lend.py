@@ -97,8 +97,8 @@ def test_lent_blocks_are_not_given_to_others_until_the_read_is_over() -> None:
     core = lender()
     lease = granted(core)
     assert cache_of(core).admit([], 6 * 4, 0) is None
-    assert ended(core.handle(StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
-    assert core.handle(StreamEnded(lease), 0) == []
+    assert ended(case.decide(core, StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
+    assert case.decide(core, StreamEnded(lease), 0) == []
     assert_all_given_back(core)
     assert cache_of(core).admit([], 6 * 4, 0) is not None
 
@@ -106,10 +106,10 @@ def test_lent_blocks_are_not_given_to_others_until_the_read_is_over() -> None:
 def test_a_lease_that_nobody_opens_ends_soon_and_one_that_is_read_later() -> None:
     core = lender()
     unopened, opened = granted(core), granted(core)
-    core.handle(StreamStarted(opened), OPEN_LEASE_WITHIN_MS - 1)
-    assert core.tick(OPEN_LEASE_WITHIN_MS - 1) == []
-    assert ended(core.tick(OPEN_LEASE_WITHIN_MS)) == [(unopened, LeaseEnd.EXPIRED)]
-    assert len(core.tick(OPEN_LEASE_WITHIN_MS + 30_000)) == 1
+    case.decide(core, StreamStarted(opened), OPEN_LEASE_WITHIN_MS - 1)
+    assert case.tick(core, OPEN_LEASE_WITHIN_MS - 1) == []
+    assert ended(case.tick(core, OPEN_LEASE_WITHIN_MS)) == [(unopened, LeaseEnd.EXPIRED)]
+    assert len(case.tick(core, OPEN_LEASE_WITHIN_MS + 30_000)) == 1
     assert_all_given_back(core)
 
 
@@ -118,8 +118,8 @@ def test_a_reader_that_trickles_has_the_blocks_until_its_deadline_at_most() -> N
     lease = granted(core, now_ms=case.DEADLINE_MS - 1_500)
     for now_ms in range(case.DEADLINE_MS - 1_500, case.DEADLINE_MS, 100):
         lease.has_moved = True
-        assert core.tick(now_ms) == []
-    assert ended(core.tick(case.DEADLINE_MS)) == [(lease, LeaseEnd.EXPIRED)]
+        assert case.tick(core, now_ms) == []
+    assert ended(case.tick(core, case.DEADLINE_MS)) == [(lease, LeaseEnd.EXPIRED)]
     assert_all_given_back(core)
 
 
@@ -129,18 +129,20 @@ def test_a_lease_that_is_returned_ends_and_nobody_else_s_does() -> None:
     back = ReturnLease(
         request_id=RequestId("r1"), attempt=1, deadline_ms=case.DEADLINE_MS, reader=READER, lease_id=mine.lease_id
     )
-    assert core.handle(msgspec.structs.replace(back, reader=WorkerId("stranger")), 0) == []
-    assert ended(core.handle(back, 0)) == [(mine, LeaseEnd.RETURNED)]
-    assert core.handle(back, 0) == []
-    assert core.handle(StreamEnded(other), 0)
+    assert case.decide(core, msgspec.structs.replace(back, reader=WorkerId("stranger")), 0) == []
+    assert ended(case.decide(core, back, 0)) == [(mine, LeaseEnd.RETURNED)]
+    assert case.decide(core, back, 0) == []
+    assert case.decide(core, StreamEnded(other), 0)
     assert_all_given_back(core)
 
 
 def test_a_reader_that_left_gives_back() -> None:
     core = lender()
     lease = granted(core)
-    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
-    left = core.handle(WorkerLeft(worker_id=READER, incarnation="a", reason=LeftReason.SILENT), 0)
+    assert (
+        case.decide(core, WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
+    )
+    left = case.decide(core, WorkerLeft(worker_id=READER, incarnation="a", reason=LeftReason.SILENT), 0)
     assert ended(left) == [(lease, LeaseEnd.READER_LEFT)]
     assert_all_given_back(core)
 
@@ -168,7 +170,7 @@ def test_one_request_has_few_leases_under_whatever_names_it_is_read() -> None:
     leases = [granted(core, of("r1", f"p{number}")) for number in range(MAX_REQUEST_LEASES)]
     assert is_overloaded(core.answer(of("r1", "one-more"), 0))
     granted(core, of("r2", "one-more"))
-    core.handle(StreamEnded(leases[0]), 0)
+    case.decide(core, StreamEnded(leases[0]), 0)
     granted(core, of("r1", "one-more"))
 
 
@@ -193,7 +195,7 @@ def test_one_reader_does_not_hold_all_blocks() -> None:
     assert is_overloaded(core.answer(second, 0)), "6 of 8"
     cache.check_integrity()
     granted(core, msgspec.structs.replace(second, reader=WorkerId("other"), request_id=RequestId("r2")))
-    core.handle(Fenced("over"), 0)
+    case.decide(core, Fenced("over"), 0)
     assert lease.end is not None
     granted(core, second)
 
@@ -207,12 +209,12 @@ def test_a_lease_ends_when_its_reader_has_given_up_however_much_moves() -> None:
     core = lender()
     lease = granted(core)
     assert lease.ends_by_ms < case.DEADLINE_MS
-    core.handle(StreamStarted(lease), 0)
+    case.decide(core, StreamStarted(lease), 0)
     for now_ms in range(0, lease.ends_by_ms, 1_000):
         lease.has_moved = True
-        assert core.tick(now_ms) == []
+        assert case.tick(core, now_ms) == []
     lease.has_moved = True
-    assert ended(core.tick(lease.ends_by_ms)) == [(lease, LeaseEnd.EXPIRED)]
+    assert ended(case.tick(core, lease.ends_by_ms)) == [(lease, LeaseEnd.EXPIRED)]
 
 
 def test_another_tenants_blocks_are_not_lent_though_their_hashes_are_named() -> None:
@@ -235,10 +237,10 @@ def test_another_tenants_blocks_are_not_lent_though_their_hashes_are_named() -> 
 def test_a_holder_that_is_about_to_stop_lends_nothing_more() -> None:
     core = lender()
     lease = granted(core)
-    assert core.handle(Stopping(), 0) == []
+    assert case.decide(core, Stopping(), 0) == []
     refused = core.answer(request(), 0)
     assert isinstance(refused, Refused) and refused.reason == RefusalReason.DRAINING and refused.retry_after_ms > 0
-    assert ended(core.handle(StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
+    assert ended(case.decide(core, StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
 
 
 def test_who_ends_all_ends_what_was_asked_for_only() -> None:
@@ -248,8 +250,8 @@ def test_who_ends_all_ends_what_was_asked_for_only() -> None:
         lease_id=LeaseId("lease-1"), holder=case.DECODE, reader=READER, request_id=RequestId("r2"), attempt=1,
         tables=(), num_tokens=4, progress=KVProgress(1, 4), expires_at_ms=10,
     )  # fmt: skip
-    assert core.handle(StreamEnded(offered), 0) == [] and core.tick(20) == []
-    assert ended(core.handle(Fenced("declared lost"), 0)) == [(lent, LeaseEnd.CANCELLED)]
+    assert case.decide(core, StreamEnded(offered), 0) == [] and case.tick(core, 20) == []
+    assert ended(case.decide(core, Fenced("declared lost"), 0)) == [(lent, LeaseEnd.CANCELLED)]
     assert lent.outcome == "declared lost" and list(core.leases) == [offered]
 
 

@@ -107,14 +107,14 @@ def test_an_event_of_a_hand_over_agrees_with_its_reservation(change: dict[str, o
     """The name of a hand-over may be heard by anybody: whose it is must be right as well."""
     decode = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     prefill = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
-    decode.handle(AttemptAsked(case.reserve(), AttemptTimes()), 0)
-    prefill.handle(AttemptAsked(case.run_prefill(), AttemptTimes()), 0)
+    case.decide(decode, AttemptAsked(case.reserve(), AttemptTimes()), 0)
+    case.decide(prefill, AttemptAsked(case.run_prefill(), AttemptTimes()), 0)
     for core, events in ((decode, (case.offered(), case.aborted())), (prefill, (case.reserved(), case.aborted()))):
         before = {key: (attempt.stage, attempt.read) for key, attempt in core.attempts.items()}
         for event in events:
-            assert core.handle(msgspec.structs.replace(event, **change), 0) == []
+            assert case.decide(core, msgspec.structs.replace(event, **change), 0) == []
         assert core.num_unfit == 2
         assert {key: (attempt.stage, attempt.read) for key, attempt in core.attempts.items()} == before
-    assert decode.handle(case.offered(), 0), "the right one is taken"
+    assert case.decide(decode, case.offered(), 0), "the right one is taken"
     unknown = msgspec.structs.replace(case.offered(), handoff_id=HandoffId("r9-1"), **change)
-    assert decode.handle(unknown, 0) and decode.num_unfit == 2, "of an unknown one its sender is told"
+    assert case.decide(decode, unknown, 0) and decode.num_unfit == 2, "of an unknown one its sender is told"

@@ -283,7 +283,7 @@ def test_why_an_attempt_ends_is_why_its_lease_does(who: str, end: AttemptEnd, le
     bench = Bench()
     bench.computed(one(bench.run(case.run_prefill()), Submit))
     message = case.cancel() if who == "gateway" else case.aborted()
-    actions = bench.checked(bench.core.handle(msgspec.structs.replace(message, end=end), 20))
+    actions = bench.checked(case.decide(bench.core, msgspec.structs.replace(message, end=end), 20))
     lease = one(actions, CloseLease).lease
     assert lease.end is lease_end and lease.end.is_good == (end is AttemptEnd.COMPLETE)
     ended = one(actions, AttemptEnded).attempt
@@ -531,9 +531,9 @@ def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
     sequence = case.one(case.ask(core, asked)[1], Submit).sequence
     assert sequence.wants_prompt_logprobs and sequence.num_computed_tokens == 0
     sequence.prompt_logprobs += [TokenLogprob(-1.0)] * 5
-    emitted = case.one(core.handle(case.sampled(sequence, 0), 1), Emit).tokens
+    emitted = case.one(case.decide(core, case.sampled(sequence, 0), 1), Emit).tokens
     assert emitted.prompt_logprobs == pack_logprobs([TokenLogprob(-1.0)] * 5)
-    assert case.one(core.handle(case.sampled(sequence, 1), 1), Emit).tokens.prompt_logprobs is None
+    assert case.one(case.decide(core, case.sampled(sequence, 1), 1), Emit).tokens.prompt_logprobs is None
 
 
 def test_an_answer_that_goes_on_has_its_prompts_logarithms_already() -> None:

@@ -60,7 +60,7 @@ def check(core: ReplicaCore) -> None:
 
 def heard(core: ReplicaCore, message: ReplicateBlocks, traceparent: str = "", now_ms: int = 0) -> list[KVRead]:
     """Return the reads that an offer brings about."""
-    return reads(core, core.handle(CopyOffered(message, traceparent), now_ms))
+    return reads(core, case.decide(core, CopyOffered(message, traceparent), now_ms))
 
 
 def reads(core: ReplicaCore, actions: list[Action]) -> list[KVRead]:
@@ -71,7 +71,7 @@ def reads(core: ReplicaCore, actions: list[Action]) -> list[KVRead]:
 def landed(core: ReplicaCore, read: KVRead, num_blocks: int) -> list[KVRead]:
     _, first_block, _ = case.wanted(read)
     num_tokens = (first_block + num_blocks) * BLOCK if num_blocks else 0
-    return reads(core, core.handle(case.brings(read, num_tokens), 0))
+    return reads(core, case.decide(core, case.brings(read, num_tokens), 0))
 
 
 def hashes_of(read: KVRead) -> tuple[BlockHash, ...]:
@@ -127,7 +127,7 @@ def test_without_a_replica_nothing_is_offered(named: WorkerId | None) -> None:
     core, submit = prefilling(named)
     submit.attempt.num_stored_blocks = 1
     assert submit.attempt.replica_offer is None
-    assert not [a for a in core.tick(1_000) if isinstance(a, Publish)]
+    assert not [a for a in case.tick(core, 1_000) if isinstance(a, Publish)]
 
 
 @pytest.mark.parametrize("how", ["tick", "step", "end", "removed"])
@@ -136,15 +136,15 @@ def test_a_running_attempt_offers_its_blocks(how: str) -> None:
     submit.attempt.num_stored_blocks = 1
     sequence = submit.sequence
     if how == "tick":
-        actions = core.tick(1_000)
+        actions = case.tick(core, 1_000)
     elif how == "removed":
-        actions = core.handle(SequenceRemoved((sequence.request_id, 1)), 1_000)
+        actions = case.decide(core, SequenceRemoved((sequence.request_id, 1)), 1_000)
     else:
-        actions = core.handle(case.sampled(sequence, 0, local_end=how == "end"), 1_000)
+        actions = case.decide(core, case.sampled(sequence, 0, local_end=how == "end"), 1_000)
     publish = case.one(actions, Publish)
     assert (publish.subject, publish.ids) == (subjects.REPLICATE, (REPLICA, publish.message.source))
     assert isinstance(publish.message, ReplicateBlocks)
-    assert not [a for a in core.tick(1_000) if isinstance(a, Publish)], "said once"
+    assert not [a for a in case.tick(core, 1_000) if isinstance(a, Publish)], "said once"
     assert (submit.attempt.replica_offer is None) == (how in ("end", "removed"))
 
 
@@ -152,7 +152,7 @@ def test_what_fails_or_is_fenced_offers_nothing_more() -> None:
     for event in (SequenceFailed((RequestId("r1"), 1), "boom"), Fenced("lost")):
         core, submit = prefilling(REPLICA)
         submit.attempt.num_stored_blocks = 1
-        actions = core.handle(event, 1_000) + core.tick(1_000)
+        actions = case.decide(core, event, 1_000) + case.tick(core, 1_000)
         assert not [a for a in actions if isinstance(a, Publish)]
 
 
@@ -201,7 +201,7 @@ def test_few_reads_at_once_and_few_wait() -> None:
     assert (len(begun), core.num_waiting, core.num_dropped) == (MAX_COPY_READS, MAX_COPIES_WAITING, num_dropped)
     (following,) = landed(core, begun[0], 4)
     assert following.key != begun[0].key and core.num_waiting == MAX_COPIES_WAITING - 1
-    assert reads(core, core.tick(10_000)) == [] and core.num_waiting == 0, "what waits too long is forgotten"
+    assert reads(core, case.tick(core, 10_000)) == [] and core.num_waiting == 0, "what waits too long is forgotten"
 
 
 def test_one_read_is_bounded() -> None:
@@ -250,8 +250,10 @@ def test_an_empty_offer_is_nothing() -> None:
 def test_a_source_that_left_ends_its_reads() -> None:
     core = replica(4_000)
     begun = [read for seed in range(5) for read in heard(core, offer(seed=seed))]
-    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
-    stops = core.handle(WorkerLeft(worker_id=SOURCE, incarnation="a", reason=LeftReason.SILENT), 0)
+    assert (
+        case.decide(core, WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
+    )
+    stops = case.decide(core, WorkerLeft(worker_id=SOURCE, incarnation="a", reason=LeftReason.SILENT), 0)
     assert stops == [StopRead(read) for read in begun] and core.num_waiting == 0
     for read in begun:
         assert landed(core, read, 0) == []
@@ -262,7 +264,7 @@ def test_a_source_that_left_ends_its_reads() -> None:
 def test_who_stops_takes_nothing_more(how: str) -> None:
     core = replica()
     (read,) = heard(core, offer())
-    actions = core.handle(DrainBegun() if how == "drain" else Fenced("lost"), 0)
+    actions = case.decide(core, DrainBegun() if how == "drain" else Fenced("lost"), 0)
     assert actions == [StopRead(read)]
     assert len(core.reading) == 1, "its blocks are written until the read has ended"
     landed(core, read, 0)

@@ -38,12 +38,12 @@ from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.launch.worker_roles import run_worker
-from services.prefill.core import PrefillCore
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.events import DrainBegun, Event
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore
+from services.worker.core.rules import Rules
 from services.worker.engine_feed import EngineFeed
 from services.worker.kv.contents import WorkerHolder
 from services.worker.shell import Worker
@@ -53,6 +53,7 @@ from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_pa
 from tests.promises import same_tokens
 from tests.waiting import until
 from tests.worker import worker_cases
+from tests.worker import worker_cases as case
 
 pytestmark = pytest.mark.virtual_time
 
@@ -368,7 +369,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
         await start(self, tasks)
         workers.append(self)
         self._reader.is_stuck = True
-        monkeypatch.setattr(PrefillCore, "handle", lambda core, event, now_ms: decided.append(event) or [])
+        monkeypatch.setattr(Rules, "decide", lambda rules, event, now_ms: decided.append(event) or [])
         with pytest.raises(EngineStoppedError, match="a read of p-0"):
             self.step(DrainBegun(), "drain")
 
@@ -453,17 +454,17 @@ def test_a_stream_that_gets_on_keeps_its_lease(holder: WorkerHolder) -> None:
     lending = LendCore(worker_cases.limits(WorkerId("p-0"), lease_ms=5_000), holder.cache, holder.leases)
     (lease,) = holder.leases
     before_ms = lease.expires_at_ms
-    lending.tick(before_ms - 100)
+    case.tick(lending, before_ms - 100)
     assert lease.expires_at_ms == before_ms, "nothing has moved"
     stream = holder.open(ticket)
     assert stream.still_valid()
-    lending.tick(before_ms)
+    case.tick(lending, before_ms)
     assert lease.expires_at_ms == before_ms + 5_000
-    lending.tick(before_ms + 5_000)
+    case.tick(lending, before_ms + 5_000)
     assert lease.expires_at_ms == before_ms + 5_000, "nothing has moved since"
     assert stream.still_valid()
     holder.leases.end(ticket.lease_id, LeaseEnd.LANDED)
-    lending.tick(0)  # it has ended meanwhile
+    case.tick(lending, 0)  # it has ended meanwhile
     assert lease.expires_at_ms == before_ms + 5_000 and not stream.still_valid()
 
 

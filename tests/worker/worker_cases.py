@@ -27,10 +27,11 @@ from services.worker.core.actions import Action, AttemptEnded, Publish, SendRepl
 from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.content import ReadOutcome
-from services.worker.core.events import AttemptAsked, Event, ReadEnded
+from services.worker.core.events import AttemptAsked, Event, ReadEnded, TimePassed
 from services.worker.core.leases import LeaseTable
 from services.worker.core.replicas import BlockCopy
 from services.worker.core.role import RoleCore
+from services.worker.core.rules import Rules, RuleTable
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
 DEADLINE_MS = 60_000
@@ -163,8 +164,12 @@ def block_cache(num_blocks: int = 8, *, whole_blocks: bool = False) -> BlockCach
 class Core(Protocol):
     """Any of a worker's cores."""
 
-    def handle(self, event: Event, now_ms: int) -> list[Action]: ...
-    def tick(self, now_ms: int) -> list[Action]: ...
+    def rules(self) -> RuleTable: ...
+
+
+def decide(core: Core, event: Event, now_ms: int = 0) -> list[Action]:
+    """Return what a core does with an event, as if it were the worker's only one."""
+    return Rules([core.rules()], [core.admit] if isinstance(core, RoleCore) else []).decide(event, now_ms)
 
 
 ActionT = TypeVar("ActionT", bound=Action)
@@ -172,11 +177,11 @@ ActionT = TypeVar("ActionT", bound=Action)
 
 def hear(core: Core, event: Event, now_ms: int = 0) -> list[Action]:
     """Let a core handle an event; return what it says beside that an attempt has ended."""
-    return without_ends(core.handle(event, now_ms))
+    return without_ends(decide(core, event, now_ms))
 
 
 def tick(core: Core, now_ms: int) -> list[Action]:
-    return without_ends(core.tick(now_ms))
+    return without_ends(decide(core, TimePassed(), now_ms))
 
 
 def without_ends(actions: list[Action]) -> list[Action]:

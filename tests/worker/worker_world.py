@@ -108,10 +108,10 @@ class WorkerWorld:
 
     def handle(self, event: Event, now_ms: int) -> None:
         """Both cores hear of it."""
-        self.execute([action for core in (self.prefill, self.decode) for action in core.handle(event, now_ms)])
+        self.execute([action for core in (self.prefill, self.decode) for action in case.decide(core, event, now_ms)])
 
     def tick(self, now_ms: int) -> None:
-        self.execute([action for core in (self.prefill, self.decode) for action in core.tick(now_ms)])
+        self.execute([action for core in (self.prefill, self.decode) for action in case.tick(core, now_ms)])
 
     def execute(self, actions: list[Action]) -> None:
         for action in actions:
@@ -244,19 +244,19 @@ class World:
             case RunPrefill():
                 worker = self.p if message.handoff_id is not None else self.d
                 if (message.request_id, message.attempt) not in worker.decode.attempts:
-                    worker.execute(worker.prefill.handle(case.asked(message), self.now_ms))
+                    worker.execute(case.decide(worker.prefill, case.asked(message), self.now_ms))
             case ReserveBlocks():
                 if (message.request_id, message.attempt) not in self.d.prefill.attempts:
-                    self.d.execute(self.d.decode.handle(case.asked(message), self.now_ms))
+                    self.d.execute(case.decide(self.d.decode, case.asked(message), self.now_ms))
             case BlocksReserved():
-                self.p.execute(self.p.prefill.handle(message, self.now_ms))
+                self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
             case case.KVOffered():
-                self.d.execute(self.d.decode.handle(message, self.now_ms))
+                self.d.execute(case.decide(self.d.decode, message, self.now_ms))
             case KVLanded():
-                self.p.execute(self.p.prefill.handle(message, self.now_ms))
+                self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
             case HandoffAborted():
-                self.p.execute(self.p.prefill.handle(message, self.now_ms))
-                self.d.execute(self.d.decode.handle(message, self.now_ms))
+                self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
+                self.d.execute(case.decide(self.d.decode, message, self.now_ms))
             case CancelRequest():
                 for worker in (self.p, self.d):
                     worker.handle(message, self.now_ms)
@@ -271,7 +271,7 @@ class World:
         self.now_ms += ms
         for worker in (self.p, self.d):
             worker.tick(self.now_ms)
-            worker.execute(worker.lending.tick(self.now_ms))
+            worker.execute(case.tick(worker.lending, self.now_ms))
 
     def start_read(self, index: int) -> None:
         if reads := self.d.hand_overs:
@@ -307,14 +307,14 @@ class World:
         if self.lent:
             lease = self.lent.pop(index % len(self.lent))
             worker = self.p if lease.holder == case.PREFILL else self.d
-            worker.execute(worker.lending.handle(StreamEnded(lease), self.now_ms))
+            worker.execute(case.decide(worker.lending, StreamEnded(lease), self.now_ms))
 
     def fence(self, number: int) -> None:
         """One is declared dead: it ends all and tells no gateway, and the other hears of it or not."""
         worker = self.worker(number)
         num_emitted = len(worker.emitted)
         worker.handle(Fenced("declared dead"), self.now_ms)
-        worker.execute(worker.lending.handle(Fenced("declared dead"), self.now_ms))
+        worker.execute(case.decide(worker.lending, Fenced("declared dead"), self.now_ms))
         assert len(worker.emitted) == num_emitted and len(worker.leases) == 0
         assert not worker.prefill.wanted_by() and not worker.decode.wanted_by()
 
@@ -323,7 +323,7 @@ class World:
         other = self.d if number % 2 else self.p
         event = WorkerLeft(worker_id=self.worker(number).worker_id, incarnation="a", reason=LeftReason.SILENT)
         other.handle(event, self.now_ms)
-        other.execute(other.lending.handle(event, self.now_ms))
+        other.execute(case.decide(other.lending, event, self.now_ms))
 
     def drain(self, number: int) -> None:
         worker = self.worker(number)

@@ -5,6 +5,7 @@ from typing import Any
 
 from schemas.handoff import FirstToken
 from schemas.ids import GatewayId
+from schemas.kv import RequestLease
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
@@ -64,6 +65,15 @@ class Offer:
 
 
 @dataclass(slots=True, frozen=True)
+class Lend:
+    """Sign a ticket for the lease, and answer the question for it."""
+
+    lease: Grant
+    request: RequestLease
+    traceparent: str
+
+
+@dataclass(slots=True, frozen=True)
 class FinishLease:
     """All is computed: the stream may end with this."""
 
@@ -106,6 +116,7 @@ Action = (
     | Emit
     | Publish
     | Offer
+    | Lend
     | FinishLease
     | CloseLease
     | StartRead

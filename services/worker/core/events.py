@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
-from schemas.kv import PurgeBlocks, ReadEnd, ReplicateBlocks, ReturnLease
+from schemas.kv import PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.request import AttemptFailure, CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
@@ -119,8 +119,16 @@ class Fenced:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseAsked:
+    """A reader wants a lease on blocks that are here. Answered by a `SendReply` or a `Lend`."""
+
+    request: RequestLease
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
-    """The clock has ticked: what the cores' `tick` decides is decided on this."""
+    """The clock has ticked: do what the time makes necessary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +150,12 @@ Event = (
     | ReadEnded
     | ReturnLease
     | PurgeBlocks
+    | LeaseAsked
     | StreamStarted
     | StreamEnded
     | DrainBegun
     | DrainOver
     | Fenced
     | Stopping
+    | TimePassed
 )

@@ -19,9 +19,10 @@ from schemas.kv import LeaseEnd, PurgeBlocks, RequestLease, ReturnLease, refuse_
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import WorkerLeft
 from services.times import Times
-from services.worker.core.actions import Action, CloseLease
-from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
+from services.worker.core.actions import Action, CloseLease, Lend, SendReply
+from services.worker.core.events import Fenced, LeaseAsked, Stopping, StreamEnded, StreamStarted, TimePassed
 from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.rules import RuleTable
 from services.worker.limits import (
     MAX_LENT_LEASES,
     MAX_READER_LEASES,
@@ -93,38 +94,67 @@ class LendCore:
     leases: LeaseTable
     is_stopping: bool = False
 
-    def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """React to what has happened: return what is to be done, in order."""
-        match event:
-            case StreamStarted(lease=lease):
-                lease.is_read = True
-                if lease.is_lent:  # the read may take the holder's full time
-                    self.leases.renew(lease, now_ms, self.limits.lease_ms)
-                    self._keep_tags(lease)
-                return []
-            case StreamEnded(lease=lease, error=error):
-                lease.is_read = False
-                return self._end([lease], LeaseEnd.CANCELLED if error else LeaseEnd.LANDED, error)
-            case ReturnLease(lease_id=lease_id, reader=reader):
-                return self._end(
-                    [g for g in self.leases if (g.lease_id, g.reader) == (lease_id, reader)], LeaseEnd.RETURNED
-                )
-            case PurgeBlocks(tenant=tenant):
-                self.memory.forget(tenant)
-                meant = [grant for grant in self.leases if tenant is None or grant.tenant == tenant]
-                return self._end(meant, LeaseEnd.CANCELLED, "its blocks were purged")
-            case WorkerLeft(worker_id=reader):
-                lost = [grant for grant in self.leases if grant.reader == reader]
-                return self._end(lost, LeaseEnd.READER_LEFT, "the reader left")
-            case Fenced(reason=reason):
-                return self._end(list(self.leases), LeaseEnd.CANCELLED, reason)
-            case Stopping():
-                self.is_stopping = True
-                return []
-            case _:
-                return []
+    def rules(self) -> RuleTable:
+        """Return what is done with which event."""
+        return {
+            LeaseAsked: self._asked,
+            StreamStarted: self._stream_started,
+            StreamEnded: self._stream_ended,
+            ReturnLease: self._returned,
+            PurgeBlocks: self._purged,
+            WorkerLeft: self._reader_left,
+            Fenced: self._fenced,
+            Stopping: self._stopping,
+            TimePassed: self._time_passed,
+        }
 
-    def tick(self, now_ms: int) -> list[Action]:
+    def _asked(self, event: LeaseAsked, now_ms: int) -> list[Action]:
+        """Lend what is here of the asked blocks, or say why not."""
+        answer = self.answer(event.request, now_ms)
+        if isinstance(answer, Refused):
+            return [SendReply(answer)]
+        return [Lend(answer, event.request, event.traceparent)]
+
+    def _stream_started(self, event: StreamStarted, now_ms: int) -> list[Action]:
+        """The first frame is on its way: the read may take the holder's full time."""
+        lease = event.lease
+        lease.is_read = True
+        if lease.is_lent:
+            self.leases.renew(lease, now_ms, self.limits.lease_ms)
+            self._keep_tags(lease)
+        return []
+
+    def _stream_ended(self, event: StreamEnded, _: int) -> list[Action]:
+        """The read is over, and with it a lease that was lent for it."""
+        event.lease.is_read = False
+        return self._end([event.lease], LeaseEnd.CANCELLED if event.error else LeaseEnd.LANDED, event.error)
+
+    def _returned(self, event: ReturnLease, _: int) -> list[Action]:
+        """The reader does without."""
+        meant = (event.lease_id, event.reader)
+        return self._end([grant for grant in self.leases if (grant.lease_id, grant.reader) == meant], LeaseEnd.RETURNED)
+
+    def _purged(self, event: PurgeBlocks, _: int) -> list[Action]:
+        """Forget what the blocks hold, and lend none of it any more."""
+        self.memory.forget(event.tenant)
+        meant = [grant for grant in self.leases if event.tenant is None or grant.tenant == event.tenant]
+        return self._end(meant, LeaseEnd.CANCELLED, "its blocks were purged")
+
+    def _reader_left(self, event: WorkerLeft, _: int) -> list[Action]:
+        """A reader is gone."""
+        lost = [grant for grant in self.leases if grant.reader == event.worker_id]
+        return self._end(lost, LeaseEnd.READER_LEFT, "the reader left")
+
+    def _fenced(self, event: Fenced, _: int) -> list[Action]:
+        """All that is lent ends."""
+        return self._end(list(self.leases), LeaseEnd.CANCELLED, event.reason)
+
+    def _stopping(self, _: Stopping, __: int) -> list[Action]:
+        """Lend nothing more."""
+        self.is_stopping = True
+        return []
+
+    def _time_passed(self, _: TimePassed, now_ms: int) -> list[Action]:
         """Renew every lease whose stream makes progress, whoever granted it; end the lent ones whose time is over."""
         self.leases.expect_no_more(now_ms)
         for grant in self.leases.take_moved():

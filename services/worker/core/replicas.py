@@ -19,7 +19,8 @@ from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, StartRead, StopRead
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
-from services.worker.core.events import CopyOffered, DrainBegun, DrainOver, Event, Fenced, ReadEnded
+from services.worker.core.events import CopyOffered, DrainBegun, DrainOver, Fenced, ReadEnded, TimePassed
+from services.worker.core.rules import RuleTable
 from services.worker.limits import (
     LEAVING_SHARE,
     MAX_COPIES_WAITING,
@@ -74,24 +75,19 @@ class ReplicaCore:
                 reading_from=copy.source,
             )
 
-    def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """React to what has happened: return what is to be done, in order."""
-        match event:
-            case CopyOffered():
-                return self._offered(event, now_ms)
-            case ReadEnded():
-                return self._read_ended(event, now_ms)
-            case WorkerLeft():
-                return self._worker_left(event)
-            case DrainBegun():
-                self.draining = True
-                return self._stop()
-            case DrainOver() | Fenced():
-                return self._stop()
-            case _:
-                return []
+    def rules(self) -> RuleTable:
+        """Return what is done with which event."""
+        return {
+            CopyOffered: self._offered,
+            ReadEnded: self._read_ended,
+            WorkerLeft: self._worker_left,
+            DrainBegun: self._drain_begun,
+            DrainOver: self._stopped,
+            Fenced: self._stopped,
+            TimePassed: self._time_passed,
+        }
 
-    def tick(self, now_ms: int) -> list[Action]:
+    def _time_passed(self, _: TimePassed, now_ms: int) -> list[Action]:
         """Forget what has waited for too long, and read what there is room for."""
         self._waiting = deque(copy for copy in self._waiting if copy.deadline_ms > now_ms)
         return self._read(now_ms)
@@ -127,7 +123,7 @@ class ReplicaCore:
         self._cache.free(copy.tables)
         return self._read(now_ms)
 
-    def _worker_left(self, event: WorkerLeft) -> list[Action]:
+    def _worker_left(self, event: WorkerLeft, _: int) -> list[Action]:
         """A source is gone."""
         self._waiting = deque(copy for copy in self._waiting if copy.source != event.worker_id)
         return [StopRead(read) for read in self.reading if read.holder == event.worker_id]
@@ -188,6 +184,12 @@ class ReplicaCore:
             actions.append(StartRead(read))
         return actions
 
-    def _stop(self) -> list[Action]:
+    def _drain_begun(self, event: DrainBegun, now_ms: int) -> list[Action]:
+        """Take no more."""
+        self.draining = True
+        return self._stopped(event, now_ms)
+
+    def _stopped(self, _: DrainBegun | DrainOver | Fenced, now_ms: int) -> list[Action]:
+        """End what is being read; what has landed is kept."""
         self._waiting.clear()
         return [StopRead(read) for read in self.reading]

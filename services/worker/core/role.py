@@ -44,15 +44,16 @@ from services.worker.core.events import (
     AttemptUnwanted,
     DrainBegun,
     DrainOver,
-    Event,
     Fenced,
     ReadEnded,
     SequenceFailed,
     SequenceRemoved,
+    TimePassed,
 )
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields
 from services.worker.core.replica_offer import ReplicaOffer
+from services.worker.core.rules import Rule, RuleTable
 from services.worker.core.twins import Twins
 from services.worker.limits import TWIN_WAIT_SHARE
 
@@ -65,12 +66,13 @@ class HeardSubject(NamedTuple):
 
 
 AttemptT = TypeVar("AttemptT", bound=AnyAttempt)
+HandoffT = TypeVar("HandoffT", bound=HandoffMessage)
 
 
 class RoleCore(ABC, Generic[AttemptT]):
     """Owns the attempts of one role; shares its blocks with the worker's other cores.
 
-    `handle` and `tick` change it, and return what is to be done, in order.
+    Its rules are named by what has happened; each changes it, and returns what is to be done, in order.
     """
 
     record: ClassVar[type[Any]]
@@ -112,56 +114,44 @@ class RoleCore(ABC, Generic[AttemptT]):
         attempt = self.attempts.get(key)
         return attempt.answer if attempt is not None else self.past.answer(key)
 
-    def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """React to what has happened, then admit queued attempts: here, or in another core, blocks may have become
-        free."""
-        if isinstance(event, HandoffMessage) and not self._agrees(event):
-            self.num_unfit += 1
-            return []
-        return self._react(event, now_ms) + self._admit(now_ms)
+    def rules(self) -> RuleTable:
+        """Return what both roles do with which event."""
+        return {
+            StepResult: self._stepped,
+            SequenceRemoved: self._removed,
+            SequenceFailed: self._failed,
+            ReadEnded: self._read_ended,
+            CancelRequest: self._cancelled,
+            AttemptUnwanted: self._unwanted,
+            WorkerLeft: self._worker_left,
+            DrainBegun: self._drain_begun,
+            DrainOver: self._drain_over,
+            Fenced: self._fenced,
+            TimePassed: self._time_passed,
+        }
 
-    def _agrees(self, event: HandoffMessage) -> bool:
-        """Say whether an event of a hand-over is of the request, the attempt and the two workers that the gateway has
-        named. Of a hand-over that is not known here nothing can be said."""
-        attempt = self._by_handoff.get(event.handoff_id)
-        if attempt is None:
-            return True
-        ours = handoff_fields(attempt.request, self._limits.worker_id)
-        theirs = (event.request_id, event.attempt, event.source_worker, event.target_worker)
-        return theirs == (ours["request_id"], ours["attempt"], ours["source_worker"], ours["target_worker"])
+    def _agreeing(self, rule: Rule[HandoffT]) -> Rule[HandoffT]:
+        """Return a rule for the events of hand-overs that are of the request, the attempt and the two workers that the
+        gateway has named; others are counted. Of a hand-over that is not known here nothing can be said."""
 
-    def _react(self, event: Event, now_ms: int) -> list[Action]:
-        """Do what an event asks for. A role's own events are handled by the role."""
-        match event:
-            case StepResult():
-                return self._stepped(event, now_ms)
-            case ReadEnded():
-                return self._read_ended(event, now_ms)
-            case CancelRequest():
-                return self._cancel((event.request_id, event.attempt), event.end, event.reason, now_ms)
-            case AttemptUnwanted():
-                return self._cancel(event.key, AttemptEnd.CANCELLED, "nobody wants it any more", now_ms)
-            case WorkerLeft():
-                return self._worker_left(event, now_ms)
-            case SequenceRemoved():
-                return self._removed(event.key, now_ms)
-            case SequenceFailed():
-                return self._failed(event, now_ms)
-            case DrainBegun():
-                return self._drain(event, now_ms)
-            case DrainOver():
-                return self._hand_back(now_ms)
-            case Fenced():
-                return self._fence(event.reason, now_ms)
-            case _:
-                return []
+        def checked(event: HandoffT, now_ms: int) -> list[Action]:
+            attempt = self._by_handoff.get(event.handoff_id)
+            if attempt is not None:
+                ours = handoff_fields(attempt.request, self._limits.worker_id)
+                theirs = (event.request_id, event.attempt, event.source_worker, event.target_worker)
+                if theirs != (ours["request_id"], ours["attempt"], ours["source_worker"], ours["target_worker"]):
+                    self.num_unfit += 1
+                    return []
+            return rule(event, now_ms)
 
-    def tick(self, now_ms: int) -> list[Action]:
+        return checked
+
+    def _time_passed(self, _: TimePassed, now_ms: int) -> list[Action]:
         """Return what the time makes necessary."""
         self.past.forget_old(now_ms)
         running = [attempt for attempt in self.attempts.values() if attempt.replica_offer is not None]
         copies = [action for attempt in running for action in self._offer_copies(attempt, now_ms)]
-        return self._on_time(now_ms) + copies + self._admit(now_ms)
+        return self._on_time(now_ms) + copies
 
     # What a role decides for itself.
 
@@ -174,7 +164,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         """Enforce deadlines, repeat what may have been lost."""
 
     @abstractmethod
-    def _admit(self, now_ms: int) -> list[Action]:
+    def admit(self, now_ms: int) -> list[Action]:
         """Begin what is queued, first come first served, while there are blocks."""
 
     @abstractmethod
@@ -245,14 +235,16 @@ class RoleCore(ABC, Generic[AttemptT]):
         return actions
 
     def _read_ended(self, event: ReadEnded, now_ms: int) -> list[Action]:
+        """A read writes no more: go on with its attempt. Reads of other cores are passed over."""
         attempt = self.attempts.get(event.read.key)
         if attempt is None or attempt.read is not event.read:
             return []
         attempt.read = None
         return self._read_on(attempt, event, now_ms)
 
-    def _removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
-        attempt = self.attempts.get(key)
+    def _removed(self, event: SequenceRemoved, now_ms: int) -> list[Action]:
+        """The engine has let go of an attempt that was withdrawn."""
+        attempt = self.attempts.get(event.key)
         if attempt is None:
             return []
         copies = self._offer_copies(attempt, now_ms, ended=True)
@@ -263,6 +255,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         return moved + self._given_away(attempt, now_ms)
 
     def _failed(self, event: SequenceFailed, now_ms: int) -> list[Action]:
+        """The engine cannot compute an attempt."""
         attempt = self.attempts.get(event.key)
         if attempt is None:
             return []
@@ -279,6 +272,14 @@ class RoleCore(ABC, Generic[AttemptT]):
         """The engine has dropped an attempt: end what others hold of it."""
         return []
 
+    def _cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
+        """The gateway has ended an attempt."""
+        return self._cancel((event.request_id, event.attempt), event.end, event.reason, now_ms)
+
+    def _unwanted(self, event: AttemptUnwanted, now_ms: int) -> list[Action]:
+        """The gateway does not know an attempt any more."""
+        return self._cancel(event.key, AttemptEnd.CANCELLED, "nobody wants it any more", now_ms)
+
     def _cancel(self, key: AttemptKey, end: AttemptEnd, reason: str, now_ms: int) -> list[Action]:
         self.past.add(key)
         attempt = self.attempts.get(key)
@@ -287,7 +288,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         attempt.end = end
         return self._end(attempt, reason, now_ms)
 
-    def _drain(self, event: DrainBegun, now_ms: int) -> list[Action]:
+    def _drain_begun(self, event: DrainBegun, now_ms: int) -> list[Action]:
         """Let everything go on elsewhere that owes tokens, unless it is all but done."""
         self.draining = True
         owing = [attempt for attempt in self.attempts.values() if attempt.owes_tokens and not self._soon_ends(attempt)]
@@ -309,7 +310,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             return [Withdraw(attempt.key)]
         return [self._give_away(attempt, detail, now_ms), *self._end(attempt, detail, now_ms)]
 
-    def _hand_back(self, now_ms: int) -> list[Action]:
+    def _drain_over(self, event: DrainOver, now_ms: int) -> list[Action]:
         """Fail what owes tokens. Finished prefixes stay for their readers."""
         self._queue.clear()
         owing = [attempt for attempt in self.attempts.values() if attempt.owes_tokens]
@@ -327,13 +328,14 @@ class RoleCore(ABC, Generic[AttemptT]):
         code = AttemptFailure.MADE_ROOM if makes_room else AttemptFailure.DRAINING
         return self._emit_failure(attempt, code, detail, attempt.num_stored_blocks)
 
-    def _fence(self, reason: str, now_ms: int) -> list[Action]:
+    def _fenced(self, event: Fenced, now_ms: int) -> list[Action]:
+        """Others take this worker for dead: end all, and tell no gateway."""
         self._queue.clear()
         self.past.forget_answers()
         actions: list[Action] = []
         for attempt in list(self.attempts.values()):
             attempt.answer, attempt.replica_offer = SentAnswer(), None
-            actions += self._end(attempt, reason, now_ms)
+            actions += self._end(attempt, event.reason, now_ms)
         return actions
 
     def _fail(self, attempt: AttemptT, code: AttemptFailure, detail: str, now_ms: int) -> list[Action]:

@@ -9,7 +9,7 @@ from services.telemetry import Telemetry
 from services.worker.core.actions import AttemptEnded, CloseLease, Submit
 from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import AttemptKey
-from services.worker.core.events import Fenced, StreamEnded
+from services.worker.core.events import StreamEnded, TimePassed
 from services.worker.observe.journal import Journal
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import HolderMetrics, WorkerMetrics
@@ -28,7 +28,8 @@ class HolderObserver:
 
     def saw(self, cause: str, event: object, actions: Sequence[object]) -> None:
         """See one step. `cause`: the subject of the message, or the part of this process that the event is of."""
-        self.journal.add(cause, event, actions)
+        if actions or not isinstance(event, TimePassed):
+            self.journal.add(cause, event, actions)
         for action in actions:
             if isinstance(action, CloseLease):
                 self._measured.lease_ended(action.lease)
@@ -53,8 +54,6 @@ class WorkerObserver(HolderObserver):
         """See one step."""
         if isinstance(event, StepResult):
             self._stepped(event, actions)
-        elif isinstance(event, Fenced):
-            self._worker_measured.fenced()
         for action in actions:
             if isinstance(action, Submit):
                 action.attempt.times.submitted_ns = time.monotonic_ns()
