@@ -35,6 +35,7 @@ from schemas.ids import LeaseId
 from schemas.message import RequestMessage
 from services import runtime
 from services.bus import typed
+from services.clocks import Eldest
 from services.decode.core import DecodeCore
 from services.scheduler.elder import ElderClock
 from services.sim.mesh import MeshShape
@@ -212,9 +213,10 @@ def spans_go_by_their_machines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MeshClock, "hear", lambda self, unix_ns, asked_ns: None)
 
 
-@bug("of two schedulers each tells the time of its own machine", options=TWO_CLOCKS)
+@bug("of two schedulers each tells the time of its own machine, and services go by both", options=TWO_CLOCKS)
 def schedulers_tell_two_times(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ElderClock, "follows", lambda self, told: False)
+    patch.setattr(Eldest, "follows", lambda self, told: True)
 
 
 # Leases and what guards the holder's memory.
