@@ -158,6 +158,7 @@ check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.style.ratchet
 
 sim: dev
 	$(BIN)/kvmesh simulate --requests 100000 --faults all

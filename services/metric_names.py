@@ -363,8 +363,8 @@ ENGINE_TOKENS = MetricName(
 FENCES = MetricName(
     "counter",
     "kvmesh_worker_fences",
-    "How often a worker had to begin as a new incarnation",
-    roles=WORKERS,
+    "How often a worker or a store had to begin as a new incarnation",
+    roles=HOLDERS,
     is_own=True,
 )
 

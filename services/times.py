@@ -240,12 +240,6 @@ class StoreTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
     flush_timeout_s: Wait = 5.0
     """How long a store that is stopped goes on writing behind memory."""
-    last_words_s: Wait = 5.0
-    """How long a store that is stopped waits for the bus to take its last messages."""
-    read_timeout_s: Wait = 30.0
-    """How long one read of a worker's blocks may take."""
-    room_timeout_s: Wait = 2.0
-    """How long a pull waits for the store itself: for blocks to be written behind memory, or leases to end."""
 
 
 class TelemetryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dataplane.blocks.kept import Content, ContentChanges, KeptBlocks
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, block_ids, num_blocks_for, segments_of
+from schemas.directory import Tier
 from schemas.ids import BlockHash
 
 
@@ -117,25 +118,23 @@ class BlockCache:
         """Say whether a block of this tenant with this content is here."""
         return Content(tenant, block_hash) in self._groups[0].block_of
 
-    def admit_spare(
-        self, first_block: int, num_blocks: int, *, tenant: str = "", evicts: bool = False
-    ) -> BlockTables | None:
-        """Return empty blocks, with a reference to each, into which the blocks `first_block`, `first_block` + 1, … of a
-        sequence are to be copied. No cached block is evicted for them unless it `evicts`: None where fewer are free.
-        Not for layouts with windows."""
+    def admit_spare(self, num_blocks: int, tenant: str = "", *, evicts: bool = False) -> BlockTables | None:
+        """Return empty blocks, with a reference to each, into which others' are to be copied. No cached block is
+        evicted for them unless it `evicts`: None where fewer are free. Not for layouts with windows."""
         assert not self.layout.is_windowed, "blocks of windowed layers are of no use by themselves"
         group = self._groups[0]
         if not 0 < num_blocks <= (group.room() if evicts else group.pool.num_free):
             return None
         blocks = group.allocate(num_blocks, tenant)
         assert blocks is not None, "there is room"
-        return (BlockTable(segments_of(blocks), first_block),)
+        return (BlockTable(segments_of(blocks)),)
 
     def keep(self, tables: BlockTables, hashes: Sequence[BlockHash]) -> None:
-        """Note that the first `len(hashes)` blocks of spare tables are filled."""
+        """Note that the first `len(hashes)` blocks of spare tables are filled, and drop the reference to each."""
         if self._caching:
             for block, block_hash in zip(block_ids(tables[0].segments), hashes, strict=False):
                 self._groups[0].put(block, block_hash)
+        self.free(tables)
 
     def is_computed_from(self, tables: BlockTables, first_block: int) -> None:
         """Note that a sequence's blocks from this one on are filled here: what tags they have are of other bytes."""
@@ -199,12 +198,12 @@ class BlockCache:
         for group in self._groups:
             group.forget(tenant)
 
-    def take_changes(self) -> ContentChanges:
+    def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
         """Return what came to the first group and went since the last call; content that did both is in neither
         list."""
         for group in self._groups[1:]:
             group.changes.take()
-        return self._groups[0].changes.take()
+        return [("arena", self._groups[0].changes.take())]
 
     def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""
@@ -214,9 +213,9 @@ class BlockCache:
         """Return how many blocks a tenant's sequences use or have left here."""
         return sum(group.idle.num_of(tenant) for group in self._groups)
 
-    def contents(self) -> list[BlockHash]:
+    def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return the hashes of all that is here."""
-        return [content.block_hash for content in self._groups[0].block_of]
+        return [("arena", [content.block_hash for content in self._groups[0].block_of])]
 
     def check_integrity(self) -> None:
         """Assert conservation in every group."""

@@ -4,14 +4,13 @@ failed. Nothing of it raises: what cannot be had is a miss, and a line of the lo
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from services.store.blocks import Unwritten, WriteBatch
-from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, LOAD_AHEAD, MAX_LOADS
+from services.store.limits import BATCH_BYTES, LOAD_AHEAD, MAX_LOADS
 from services.store.tiers import BackTier, StoreKey, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
 
@@ -34,35 +33,14 @@ class Written(NamedTuple):
     full: bool = False
 
 
-class Complaints:
-    """A line of the log for each kind of trouble, at most one in a while. Any thread."""
-
-    def __init__(self, interval_s: float = COMPLAINT_INTERVAL_S) -> None:
-        self._interval_s = interval_s
-        self._lock = threading.Lock()
-        self._said_at: dict[str, float] = {}
-        self._num_unsaid: dict[str, int] = {}
-
-    def say(self, kind: str, text: str) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if now - self._said_at.get(kind, -self._interval_s) < self._interval_s:
-                self._num_unsaid[kind] = self._num_unsaid.get(kind, 0) + 1
-                return
-            self._said_at[kind] = now
-            num_unsaid = self._num_unsaid.pop(kind, 0)
-        log.warning("%s%s", text, f" ({num_unsaid} more like it before)" if num_unsaid else "")
-
-
 class Backing:
     """Loads blocks from a tier and writes them to it. One that has failed is left alone for `pause_s`."""
 
-    def __init__(self, tier: BackTier, values: BlockValues, complaints: Complaints, pause_s: float) -> None:
+    def __init__(self, tier: BackTier, values: BlockValues, pause_s: float) -> None:
         self.tier = tier
         self._pause_s = pause_s
         self.batch_blocks = max(1, BATCH_BYTES // values.value_bytes)
         self._values = values
-        self._complaints = complaints
         self._paused_until = 0.0
         self._to_delete: dict[StoreKey, None] = {}
         """What was given up and could not be deleted yet: it goes with the next write."""
@@ -106,14 +84,14 @@ class Backing:
         tags: list[bytes] = []
         lost = [key for key, value in zip(keys, values, strict=True) if value is None]
         if lost:
-            self._complaints.say("gone", f"{len(lost)} blocks are gone from the {self.tier.name} tier")
+            log.warning("%d blocks are gone from the %s tier", len(lost), self.tier.name)
         for key, value, block in zip(keys, values, blocks, strict=True):
             if value is None:
                 break
             try:
                 tags.append(self._values.unpack(key, value, block))
             except BadValueError as error:
-                self._complaints.say("damaged", f"dropped block {key.hex()} of {self.tier.name}: {error}")
+                log.warning("dropped block %s of %s: %s", key.hex(), self.tier.name, error)
                 with contextlib.suppress(TierError):
                     self.tier.delete([key])
                 lost.append(key)
@@ -126,7 +104,7 @@ class Backing:
             self._delete_pending()
             self.tier.write({each.key: self._packed(each) for each in batch.blocks})
         except TierFullError as error:
-            self._complaints.say("full", f"{error}; as much is given up")
+            log.warning("%s; as much is given up", error)
             return Written(error.written, failed=True, full=True)
         except TierError as error:
             self._failed(error)
@@ -157,4 +135,4 @@ class Backing:
 
     def _failed(self, error: TierError) -> None:
         self._paused_until = time.monotonic() + self._pause_s
-        self._complaints.say("down", f"the {self.tier.name} tier fails: {error}; left alone for {self._pause_s:g} s")
+        log.warning("the %s tier fails: %s; left alone for %g s", self.tier.name, error, self._pause_s)

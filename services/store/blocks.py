@@ -13,22 +13,17 @@ from dataplane.blocks.cache import Allocation
 from dataplane.blocks.kept import Content, ContentChanges, KeptBlocks
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, segments_of
 from schemas.directory import Tier
-from schemas.ids import BlockHash, WorkerId
+from schemas.ids import BlockHash
 from services.store.index import BackIndex
 from services.store.tiers import StoreKey, hash_of, key_of, mark_of
-from services.times import Times
+from services.worker.core.checks import HolderLimits
 
 
-@dataclass(slots=True, frozen=True)
-class StoreLimits:
-    """`lease_ms`: how long a reader may be silent. `max_bytes` bounds the tier behind memory, whose values have
-    `value_bytes` each. `max_unwritten`: blocks that may wait to be written there. With what `LendCore` needs."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StoreLimits(HolderLimits):
+    """`max_bytes` bounds the tier behind memory, whose values have `value_bytes` each. `max_unwritten`: blocks that may
+    wait to be written there."""
 
-    worker_id: WorkerId
-    fingerprint: str
-    block_size: int
-    lease_ms: int
-    times: Times
     value_bytes: int = 0
     max_bytes: int = 0
     max_unwritten: int = 0
@@ -61,8 +56,9 @@ class WriteBatch(NamedTuple):
 class StoreMemory:
     """The blocks of the arena and what is known of the tier behind them. Every method is atomic. Not thread-safe.
 
-    `num_not_written`: blocks that were read and not written behind memory, as that was slow or down. `num_lost`: those
-    that were damaged or gone there when they were asked for.
+    `writes`: what is read from workers is to be written behind memory, as there is a tier and it is up.
+    `num_not_written`: blocks that were read and not written there, as it was slow or down. `num_lost`: those that were
+    damaged or gone there when they were asked for.
     """
 
     def __init__(self, limits: StoreLimits, layout: KVLayout, num_blocks: int, back_tier: Tier | None) -> None:
@@ -71,6 +67,7 @@ class StoreMemory:
         self.kept = KeptBlocks(num_blocks)
         self.back_tier: Tier | None = back_tier
         self.back = BackIndex(limits.max_bytes // limits.value_bytes if back_tier else 0)
+        self.writes = False
         self.num_not_written = 0
         self.num_lost = 0
         self._unwritten: deque[Unwritten] = deque()
@@ -83,16 +80,22 @@ class StoreMemory:
 
     # Blocks that are read from workers.
 
-    def num_pullable(self, *, writes: bool) -> int:
-        """Return how many blocks could be read from workers now, and also wait to be written where `writes`."""
+    @property
+    def num_spare(self) -> int:
+        """Blocks that could be read from workers now, and also wait to be written where it `writes`."""
         room = self.kept.room()
-        return max(0, min(room, self.limits.max_unwritten - self.num_unwritten)) if writes else room
+        return max(0, min(room, self.limits.max_unwritten - self.num_unwritten)) if self.writes else room
 
-    def pulled(self, blocks: Sequence[int], hashes: Sequence[BlockHash], *, writes: bool) -> None:
-        """Note that the first `len(hashes)` of these blocks are filled; the references are given back.
+    def admit_spare(self, num_blocks: int, tenant: str, *, evicts: bool) -> BlockTables | None:
+        """Return so many blocks to be read into, a reference to each; None where there is no room. A store always gives
+        up what was not used for longest."""
+        blocks = self.kept.allocate(num_blocks, tenant) if num_blocks <= self.num_spare else None
+        return (BlockTable(segments_of(blocks)),) if blocks is not None else None
 
-        Without `writes`, as there is nothing behind memory or it is down, they stay in memory alone.
-        """
+    def keep(self, tables: BlockTables, hashes: Sequence[BlockHash]) -> None:
+        """Note that the first `len(hashes)` of these blocks are filled, and drop the reference to each. Unless it
+        `writes` they stay in memory alone."""
+        blocks = block_ids(tables[0].segments)
         for block, block_hash in zip(blocks, hashes, strict=False):
             if self.kept.is_barred(block):
                 continue  # all was forgotten while it was being read
@@ -100,12 +103,12 @@ class StoreMemory:
             content = Content(self.kept.idle.tenant_of(block), block_hash)
             if self.back_tier is None or key_of(*content) in self.back:
                 continue
-            if not writes or self.num_unwritten >= self.limits.max_unwritten:
+            if not self.writes or self.num_unwritten >= self.limits.max_unwritten:
                 self.num_not_written += 1
                 continue
             self.kept.share([block])
             self._unwritten.append(Unwritten(content, block, self.kept.tags.get(block)))
-        self.kept.release(blocks)  # the coldest first: so does the worker name them
+        self.give_back(blocks)
 
     # Writing through.
 

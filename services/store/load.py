@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.carriers.host import HostArena
+from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.machine import available_bytes
 from dataplane.memory.arena import ArenaTooLargeError
 from dataplane.memory.content_tags import BlockContents
 from schemas.ids import WorkerId
+from schemas.worker import WorkerInfo
 from services.config import MeshConfig, StoreConfig, state_dir
 from services.engine.checkpoint import layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -22,6 +22,7 @@ from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues
 from services.trust.credentials import HolderCredentials, holder_credentials
+from services.worker.holder_shell import HolderParts
 from services.worker.platform import THREADS, Platform
 
 log = logging.getLogger(__name__)
@@ -32,19 +33,28 @@ OpenTier = Callable[[StoreConfig, BlockValues], BackTier | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreParts:
+class StoreParts(HolderParts):
     """A store's memory, what it knows of its tiers, and what it says of itself."""
 
-    incarnation: str
-    model: str
     context_length: int
-    arena: HostArena
-    shape: ArenaShape
     values: BlockValues
     memory: StoreMemory
     tier: BackTier | None
-    credentials: HolderCredentials
-    platform: Platform = THREADS
+
+    def info(self) -> WorkerInfo:
+        """Return who this is, as far as that is known before it serves."""
+        layout = self.shape.layout
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role="store",
+            model=self.model,
+            fingerprint=layout.fingerprint,
+            num_blocks=self.memory.num_blocks,
+            num_blocks_behind=self.memory.back.max_values,
+            block_size=layout.block_size,
+            context_length=self.context_length,
+        )
 
 
 def load_store(config: MeshConfig, store_id: str) -> StoreParts:
@@ -108,6 +118,7 @@ def make_parts(
         arena.close()
         raise
     return StoreParts(
+        worker_id=limits.worker_id,
         incarnation=secrets.token_hex(8),
         model=model,
         context_length=context_length,

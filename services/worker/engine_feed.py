@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
+from dataplane.blocks.cache import BlockCache
 from schemas.request import AttemptFailure
 from services.engine.interface import InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
@@ -10,7 +11,7 @@ from services.worker.core.actions import Submit
 from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import EngineEvent, SequenceFailed, SequenceRemoved
-from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.holder import KVHolder
 from services.worker.parts import WorkerParts
 from services.worker.roles import Cores
 
@@ -21,7 +22,7 @@ class EngineFeed:
     def __init__(
         self,
         parts: WorkerParts,
-        holder: WorkerHolder,
+        holder: KVHolder[BlockCache],
         cores: Cores,
         *,
         post: Callable[..., None],
@@ -46,7 +47,7 @@ class EngineFeed:
         sequence, attempt = action.sequence, action.attempt
         if action.lease is not None:
             sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
-        self._holder.computed(sequence, attempt, sequence.num_computed_tokens)
+        self.keep(sequence, attempt, sequence.num_computed_tokens)
         if sequence.sampling.grammar:
             sequence.grammar = self._parts.start_grammar(sequence.sampling.grammar)
             if not sequence.grammar.done():  # the engine's thread waits for nobody
@@ -75,6 +76,21 @@ class EngineFeed:
         with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
             self.engine.cancel(*key)
 
+    def keep(self, sequence: Sequence, attempt: AnyAttempt, num_tokens: int, *, ended: bool = False) -> None:
+        """Note that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
+        num_full_blocks = num_tokens // attempt.hasher.block_size
+        if num_full_blocks == attempt.num_stored_blocks and not ended:
+            return  # most decode steps fill no block
+        assert attempt.kv is not None, "it has blocks"
+        hashes = attempt.hasher.extend(sequence.token_ids, num_tokens)
+        num_stored, num_landed = attempt.num_stored_blocks, attempt.kv.num_present_tokens
+        self._holder.memory.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
+        attempt.num_stored_blocks = num_full_blocks
+
+    def keep_ended(self, sequence: Sequence, attempt: AnyAttempt) -> None:
+        """The engine has let go of a sequence; its blocks are still its own."""
+        self.keep(sequence, attempt, sequence.num_computed_tokens, ended=True)
+
     def stop(self) -> None:
         """End after the running step, and let go of the memory. Blocks."""
         if self.engine.stop(self._parts.limits.times.worker.engine_stop_timeout_s):
@@ -92,13 +108,13 @@ class EngineFeed:
             if (attempt := self._find(sequence)) is None:
                 nobodys.append(sequence)
             else:
-                self._holder.computed(sequence, attempt, num_tokens)
+                self.keep(sequence, attempt, num_tokens)
         for sampled in result.sampled:
             if sampled.local_end and (attempt := self._find(sampled.sequence)) is not None:
-                self._holder.ended(sampled.sequence, attempt)
+                self.keep_ended(sampled.sequence, attempt)
         for sequence, _ in result.failed:
             if (attempt := self._find(sequence)) is not None:
-                self._holder.ended(sequence, attempt)
+                self.keep_ended(sequence, attempt)
         self._step(result)
         for sequence, reason in result.failed:
             key = (sequence.request_id, sequence.attempt)
@@ -109,7 +125,7 @@ class EngineFeed:
     def _on_removed(self, sequence: Sequence) -> None:
         attempt = self._find(sequence)
         assert attempt is not None, _written_late([sequence])
-        self._holder.ended(sequence, attempt)
+        self.keep_ended(sequence, attempt)
         self._step(SequenceRemoved(attempt.key))
 
     def _on_failure(self, sequences: list[Sequence], reason: str) -> None:

@@ -1,21 +1,15 @@
 """The messages that a worker hears: of each subject, what is done with it."""
 
 import asyncio
-from typing import Any
 
 from schemas import subjects
-from schemas.directory import Inventory, ReadInventory
 from schemas.ids import WorkerId
-from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
 from schemas.message import Message
-from schemas.observe import DescribeWorker, WorkerDescribed
-from schemas.request import AskProgress, Progress, RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
-from schemas.worker import DrainAnswered, DrainWorker, PingWorker, WorkerAlive, WorkerLeft
+from schemas.request import AskProgress, Progress, RefusalReason, ReserveBlocks, RunPrefill, refuse
+from schemas.worker import DrainAnswered, DrainWorker
 from services.bus.typed import Received, TypedBus
-from services.keep import keep_traces
-from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.core.events import AttemptAsked, CopyOffered
+from services.worker.core.events import AttemptAsked
 from services.worker.observe.spans import times_of
 from services.worker.shell import Worker
 
@@ -26,7 +20,6 @@ class Inbox:
     def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus, telemetry: Telemetry) -> None:
         self._worker = worker
         self._cores = worker.cores
-        self._reporter = worker.reporter
         self._measured = worker.measured
         self._worker_id = worker_id
         self._bus = bus
@@ -40,21 +33,11 @@ class Inbox:
                 if subject.reply:
                     await bus.serve(tasks, subject, ids, self._on_asked)
                 else:
-                    await bus.listen(tasks, subject, ids, self._on_event)
-        await bus.listen(tasks, subjects.REPLICATE, (*me, "*"), self._on_copy_offered)
-        await bus.listen(tasks, subjects.CANCEL, ("*",), self._on_event)
-        await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
-        await self._worker.peers.listen(tasks)
-        await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
-        await bus.serve(tasks, subjects.LEASE, (*me, "*"), self._on_lease)
-        await bus.listen(tasks, subjects.RETURNED, (*me, "*"), self._on_event)
+                    await bus.listen(tasks, subject, ids, self._worker.on_event)
+        await bus.listen(tasks, subjects.CANCEL, ("*",), self._worker.on_event)
         await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
-        await bus.serve(tasks, subjects.PING, me, self._on_ping)
-        await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
-        await bus.serve(tasks, subjects.PURGE, me, self._on_purge)
         await bus.serve(tasks, subjects.DRAIN, me, self._on_drain)
-        await keep_traces(bus, tasks, self._telemetry)
-        await bus.connection.flush()
+        await self._worker.listen(tasks)
 
     async def _on_asked(self, received: Received[RunPrefill] | Received[ReserveBlocks]) -> Message | None:
         """Let a role begin an attempt, unless another one of this worker has it: the engine could not tell them
@@ -71,36 +54,20 @@ class Inbox:
         self._measured.refused("run" if isinstance(request, RunPrefill) else "reserve", reply)
         return reply
 
-    def _on_event(self, received: Received[Any]) -> None:
-        """A message that is an event as it is."""
-        self._worker.step(received.message, received.subject)
-
-    def _on_copy_offered(self, received: Received[ReplicateBlocks]) -> None:
-        self._worker.step(CopyOffered(received.message, received.traceparent), received.subject)
-
-    def _on_left(self, received: Received[WorkerLeft]) -> None:
-        self._worker.left(received.message, received.subject)
-
-    async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
-        return self._reporter.inventory(received.message.offset)
-
-    async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
-        reply = await self._worker.lend(received.message, received.traceparent, received.subject)
-        self._measured.refused("lease", reply)
-        return reply
-
     async def _on_progress(self, received: Received[AskProgress]) -> Progress:
+        """Say what an attempt has come to here."""
         self._worker.look_at_the_clock()
-        return self._reporter.progress(received.message)
-
-    async def _on_purge(self, received: Received[PurgeBlocks]) -> BlocksPurged:
-        return self._worker.purge(received.message, received.subject)
+        asked, key = received.message, (received.message.request_id, received.message.attempt)
+        attempt, answer = self._cores.find(key), self._cores.answer_of(key)
+        return Progress(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            deadline_ms=asked.deadline_ms,
+            worker_id=self._worker_id,
+            known=answer is not None,
+            tokens=answer.since(key, asked.index, self._bus.connection.max_bytes) if answer is not None else None,
+            is_waiting=attempt is not None and attempt.stage in ("queued", "waiting_for_twin", "reserved"),
+        )
 
     async def _on_drain(self, received: Received[DrainWorker]) -> DrainAnswered:
         return await self._worker.drain(received.message)
-
-    async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
-        return self._reporter.describe(now_ms())
-
-    async def _on_ping(self, _: Received[PingWorker]) -> WorkerAlive:
-        return self._worker.alive()

@@ -89,7 +89,12 @@ MAX_COPY_READS = 2
 """Copies are read beside the requests' own reads, and must not slow them."""
 MAX_COPY_BLOCKS = 64
 """What a source has to keep for one read of a copy."""
-MAX_COPIES_WAITING = 64
+MAX_COPY_REFUSALS = 16
+"""Offered blocks in a row that their source has given up meanwhile; with one more, the rest is taken for gone."""
+MAX_COPY_SOURCES = 256
+"""Holders whose offers may wait at a time."""
+MAX_OFFERED_BLOCKS = 1_024
+"""Blocks of one of them that may wait; what it offers beyond is not taken."""
 SPARE_SHARE = 4
 """Copies are read only while more than this part of all blocks is free: a quarter."""
 

@@ -26,30 +26,23 @@ from services.engine.interface import PlacedEngine, StartGrammar, Steps
 from services.engine.memory import check_memory
 from services.engine.tokenizer import read_tokenizer
 from services.errors import UserError
-from services.trust.credentials import HolderCredentials, holder_credentials
+from services.trust.credentials import holder_credentials
 from services.worker.core.checks import WorkerLimits
-from services.worker.platform import THREADS, Platform
+from services.worker.holder_shell import HolderParts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerParts:
+class WorkerParts(HolderParts):
     """A worker's memory and engine, and what it says of itself."""
 
-    worker_id: WorkerId
-    incarnation: str
     role: WorkerRole
-    model: str
-    arena: KVArena
-    shape: ArenaShape
     steps: Steps
     limits: WorkerLimits
-    credentials: HolderCredentials
     start_grammar: StartGrammar
     device: str = CPU
     """What the engine runs on, as is said of it: "cpu", or its number and name."""
-    platform: Platform = THREADS
     library_metrics: str = ""
     """How the names of the metrics begin that the engine counts itself; "": it counts none."""
 

@@ -1,16 +1,16 @@
-"""What a worker says of itself: who it is, what it has to do, and, to whoever asks, what it is doing."""
+"""What a worker or a store says of itself: who it is, what it has to do, what it holds, and, to whoever asks, what is
+going on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from schemas import subjects
-from schemas.block import join_hashes
 from schemas.directory import Inventory
-from schemas.kv import BlocksCooling
 from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
-from schemas.request import AskProgress, Progress
 from schemas.worker import (
     LeftReason,
     WorkerBeat,
@@ -25,7 +25,7 @@ from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
 from services.times import PresenceTimes
 from services.worker.core.leases import Grant
-from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.holder import KVHolder
 from services.worker.limits import MAX_LISTED
 from services.worker.observe.journal import Journal
 from services.worker.observe.measured_rates import MeasuredRates
@@ -60,22 +60,27 @@ def _weighed(load: WorkerLoad) -> WorkerLoad:
     return msgspec.structs.replace(load, num_tokens=0, num_dropped_messages=0, num_refused_reads=0, rates=WorkerRates())
 
 
-@dataclass
-class Reporter:
-    """Describes one worker. `identity`: what of it is known before it serves."""
+@dataclass(kw_only=True)
+class Reporter(ABC):
+    """Describes one holder of KV. `identity`: what of it is known before it serves."""
 
     identity: WorkerInfo
-    holder: WorkerHolder
-    engine: EngineThread
-    rates: MeasuredRates
+    holder: KVHolder[Any]
     bus: TypedBus
     outbox: Outbox
-    cores: Cores
     times: PresenceTimes
     journal: Journal
 
     def __post_init__(self) -> None:
         self._teller = LoadTeller(self.outbox, self.times)
+
+    @abstractmethod
+    def load(self, now_ms: int) -> WorkerLoad:
+        """Return what there is to do at `now_ms`."""
+
+    @abstractmethod
+    def requests(self, now_ms: int) -> Iterable[HeldRequest]:
+        """Return what goes on here, for people."""
 
     def info(self) -> WorkerInfo:
         """Return who this is now."""
@@ -87,34 +92,21 @@ class Reporter:
             endpoint=endpoint.told if endpoint else None,
         )
 
-    def load(self, now_ms: int) -> WorkerLoad:
-        """Return what there is to do at `now_ms`."""
-        engine, plane, roles = self.engine.load(), self.holder.plane, self.cores.roles
-        num_queued = sum(role.num_queued for role in roles)
-        awaited = {"prefill": 0, "decode": 0}
-        for attempt in self.cores.attempts():
-            awaited[attempt.part] += attempt.num_awaited_tokens
-        return WorkerLoad(
-            worker=self.info(),
-            state="draining" if any(role.draining for role in roles) else "ready",
-            blocks=self.holder.counts(self.cores.tables()),
-            num_running=self.cores.num_running - num_queued,
-            num_queued=num_queued,
-            num_waiting_for_twin=sum(role.num_waiting_for_twin for role in roles),
-            num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
-            num_unreceived_tokens=awaited["decode"],
-            num_tokens=self.outbox.num_tokens,
-            num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
-            num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
-            rates=self.rates.rates(now_ms),
-            clock_ahead_ms=self.holder.telemetry.clock.named_ms,
-        )
+    @property
+    def num_refused_reads(self) -> int:
+        plane = self.holder.plane
+        return plane.num_refused + plane.num_junk if plane else 0
 
     def describe(self, now_ms: int) -> WorkerDescribed:
-        """Return what goes on here at `now_ms`."""
-        return describe(
-            self.load(now_ms), self.cores.held(now_ms), list(self.holder.leases), now_ms, self.journal.lines()
-        )
+        """Return the state at `now_ms`."""
+        requests, leases = self.requests(now_ms), list(self.holder.leases)
+        return describe(self.load(now_ms), requests, leases, now_ms, self.journal.lines())
+
+    def inventory(self, offset: int) -> Inventory:
+        """Return a page of the blocks that are here. Blocks that have come or gone are told first: what a page has is
+        in the events up to its number."""
+        self.tell_blocks()
+        return self.holder.inventory(offset, self.bus.connection.max_bytes)
 
     def tell_joined(self) -> None:
         """Say who this is; all subscriptions must be there."""
@@ -141,32 +133,41 @@ class Reporter:
         self.outbox.put_block_events(events)
         return bool(events)
 
-    def tell_cooling(self) -> None:
-        """Say which blocks will go soon, where room is scarce."""
-        me = self.identity.worker_id
-        for tenant, hashes in self.holder.cooling().items():
-            message = BlocksCooling(
-                worker_id=me, incarnation=self.holder.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
-            )
-            self.outbox.put(subjects.COOLING, (me,), message)
 
-    def inventory(self, offset: int) -> Inventory:
-        """Return a page of the blocks that are here."""
-        return self.holder.inventory(offset, self.bus.connection.max_bytes)
+@dataclass(kw_only=True)
+class WorkerReporter(Reporter):
+    """Describes one worker, with what waits and runs in its cores and its engine."""
 
-    def progress(self, asked: AskProgress) -> Progress:
-        """Return what an attempt has come to here."""
-        key = (asked.request_id, asked.attempt)
-        attempt, answer = self.cores.find(key), self.cores.answer_of(key)
-        return Progress(
-            request_id=asked.request_id,
-            attempt=asked.attempt,
-            deadline_ms=asked.deadline_ms,
-            worker_id=self.identity.worker_id,
-            known=answer is not None,
-            tokens=answer.since(key, asked.index, self.bus.connection.max_bytes) if answer is not None else None,
-            is_waiting=attempt is not None and attempt.stage in ("queued", "waiting_for_twin", "reserved"),
+    engine: EngineThread
+    rates: MeasuredRates
+    cores: Cores
+
+    def load(self, now_ms: int) -> WorkerLoad:
+        """Return what there is to do at `now_ms`."""
+        engine, roles = self.engine.load(), self.cores.roles
+        num_queued = sum(role.num_queued for role in roles)
+        awaited = {"prefill": 0, "decode": 0}
+        for attempt in self.cores.attempts():
+            awaited[attempt.part] += attempt.num_awaited_tokens
+        return WorkerLoad(
+            worker=self.info(),
+            state="draining" if any(role.draining for role in roles) else "ready",
+            blocks=self.holder.counts(self.cores.tables()),
+            num_running=self.cores.num_running - num_queued,
+            num_queued=num_queued,
+            num_waiting_for_twin=sum(role.num_waiting_for_twin for role in roles),
+            num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
+            num_unreceived_tokens=awaited["decode"],
+            num_tokens=self.outbox.num_tokens,
+            num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
+            num_refused_reads=self.num_refused_reads,
+            rates=self.rates.rates(now_ms),
+            clock_ahead_ms=self.holder.telemetry.clock.named_ms,
         )
+
+    def requests(self, now_ms: int) -> Iterable[HeldRequest]:
+        """Return what goes on here, for people."""
+        return self.cores.held(now_ms)
 
 
 def describe(

@@ -11,9 +11,9 @@ from schemas.observe import HeldRequest
 from services.worker.core.attempts import AnyAttempt, SentAnswer
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.content import AttemptKey
+from services.worker.core.copies import CopyCore
 from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
-from services.worker.core.replicas import ReplicaCore
 from services.worker.core.role import RoleCore
 from services.worker.core.rules import Rules
 
@@ -27,19 +27,19 @@ class Cores:
     ask for."""
 
     roles: tuple[RoleCore[Any], ...]
-    replicas: ReplicaCore
+    copies: CopyCore
     lending: LendCore
 
     def rules(self) -> Rules:
         """Return what they do with each event, in this order; blocks may have become free, so each role then begins
         what waits for some."""
-        cores = (*self.roles, self.replicas, self.lending)
+        cores = (*self.roles, self.copies, self.lending)
         return Rules([core.rules() for core in cores], [role.admit for role in self.roles])
 
     @property
     def num_running(self) -> int:
         """Attempts and reads of copies, those that wait for blocks among them."""
-        return sum(len(role.attempts) for role in self.roles) + len(self.replicas.reading)
+        return sum(len(role.attempts) for role in self.roles) + len(self.copies.reading)
 
     def attempts(self) -> Iterator[AnyAttempt]:
         """Yield the records of all that is known here."""
@@ -75,9 +75,9 @@ class Cores:
     def held(self, now_ms: int) -> Iterator[HeldRequest]:
         """Yield what goes on here, for people."""
         yield from (attempt.held(now_ms) for attempt in self.attempts())
-        yield from self.replicas.held(now_ms)
+        yield from self.copies.held(now_ms)
 
     def tables(self) -> Iterator[BlockTables]:
         """Yield the tables whose blocks somebody here holds references to. Those of leases are the lease table's."""
         yield from (attempt.tables for attempt in self.attempts() if attempt.tables)
-        yield from (copy.tables for copy in self.replicas.reading.values())
+        yield from (copy.tables for copy in self.copies.reading.values())

@@ -7,29 +7,24 @@ of this package calls the shell's methods, and has no part of its state.
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Sequence
+from functools import partial
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.kept import Content
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, join_hashes
 from schemas.directory import AskHeat
-from schemas.ids import BlockHash, GatewayId, RequestId
+from schemas.ids import BlockHash, RequestId
 from schemas.kv import BlocksCooling, BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
 from schemas.message import Message
-from schemas.request import RefusalReason, Refused, RequestTokens, ReserveBlocks, RunPrefill, refuse
+from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import (
     DrainAnswered,
     DrainWorker,
     LeaveAnswered,
     LeaveMesh,
-    WorkerAlive,
-    WorkerLeft,
-    WorkerRole,
 )
 from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
@@ -37,71 +32,53 @@ from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.thread import EngineStoppedError
 from services.metrics import Metrics
-from services.presence import Heartbeat
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.actions import (
     Action,
     AttemptEnded,
-    CloseLease,
     Emit,
     FinishLease,
-    Lend,
+    NotTaken,
     Offer,
     Publish,
-    SendReply,
-    StartRead,
-    StopRead,
     Submit,
     Withdraw,
 )
+from services.worker.core.copies import CopyCore, num_spare
 from services.worker.core.events import (
     AttemptAsked,
     DrainBegun,
     DrainOver,
     Event,
-    Fenced,
     LeaseAsked,
-    Stopping,
-    StreamEnded,
-    StreamStarted,
     TimePassed,
 )
-from services.worker.core.leases import LeaseTable
 from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
-from services.worker.core.lending import LendCore
-from services.worker.core.replicas import ReplicaCore
 from services.worker.engine_feed import EngineFeed
-from services.worker.kv.contents import WorkerHolder
+from services.worker.holder_shell import HolderShell
 from services.worker.kv.ledger import blocks_in
-from services.worker.kv.peers import Peers
-from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
 from services.worker.limits import (
+    COOLING_SHARE,
+    MAX_COOLING_BLOCKS,
+    MAX_COPY_READS,
     MAX_HEAT_BLOCKS,
     MAX_LEASES_AWAITED,
-    READ_BYTES_PER_S_MIN,
 )
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
 from services.worker.observe.observer import WorkerObserver
 from services.worker.observe.transfers import ReadRecords
-from services.worker.outbox import Outbox
 from services.worker.parts import WorkerParts
-from services.worker.report import Reporter
+from services.worker.report import WorkerReporter
 from services.worker.roles import Cores, MakeRoles
 
 log = logging.getLogger(__name__)
 
-DESCRIPTIONS: dict[WorkerRole, str] = {
-    "prefill": "computes prompts, and lends their KV",
-    "decode": "reads KV and decodes answers; may serve a request alone",
-    "aggregated": "computes prompts and decodes their answers",
-}
 
-
-class Worker:
-    """One worker's shell. `step` is the only way in for whatever may change an attempt."""
+class Worker(HolderShell[BlockCache]):
+    """One worker's shell: a holder's, and what computes."""
 
     def __init__(
         self,
@@ -112,49 +89,28 @@ class Worker:
         telemetry: Telemetry,
         metrics: Metrics,
     ) -> None:
-        layout, settings = parts.shape.layout, config.worker
-        self._parts = parts
-        self._config = config
-        self._times = config.times.worker
-        self._bus = bus
-        self._telemetry = telemetry
-        self._outbox = Outbox(bus, parts.worker_id)
-        leases = LeaseTable()
-        self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, layout.block_bytes)
-        self._holder = WorkerHolder(
-            worker_id=parts.worker_id,
-            incarnation=parts.incarnation,
-            arena=parts.arena,
-            shape=parts.shape,
-            memory=BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache),
-            credentials=parts.credentials,
-            make_server=parts.platform.make_server,
-            on_started=lambda lease: self._post(self.step, StreamStarted(lease), "plane"),
-            on_served=lambda lease, stats, error: self._post(self.step, StreamEnded(lease, error, stats), "plane"),
-            telemetry=telemetry,
-            leases=leases,
-        )
-        self._reader = parts.platform.make_reader(
-            parts.arena, parts.shape, parts.credentials.secrets, config.times.plane
-        )
-        self.peers = Peers(bus, self._times)
+        layout, settings, limits = parts.shape.layout, config.worker, parts.limits
+        cache = BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache)
+        super().__init__(parts, cache, limits, config, bus, telemetry, tick_ms=config.times.worker.tick_ms)
+        leases = self._holder.leases
+        self._cache = cache
+        self._limits = limits
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
-        limits, cache = parts.limits, self._holder.cache
-        copies, lending = ReplicaCore(limits, cache), LendCore(limits, cache, leases)
-        self.cores = Cores(make_roles(limits, cache, leases), copies, lending)
+        copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=MAX_COPY_READS)
+        self.cores = Cores(make_roles(limits, cache, leases), copies, self._lending)
         self._rules = self.cores.rules()
-        self._observer = WorkerObserver(telemetry, parts.worker_id, self.measured, self._rates, self.cores)
+        measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, layout.block_bytes)
+        self.measured = measured
+        self.observer = WorkerObserver(telemetry, parts.worker_id, measured, self._rates, self.cores)
+        self._record = ReadRecords(layout.block_size, self._rates, measured).record
         self._feed = EngineFeed(
             parts, self._holder, self.cores, post=self._post, step=lambda event: self.step(event, "engine")
         )
-        self.reporter = Reporter(
-            parts.info(), self._holder, self._feed.engine, self._rates, bus, self._outbox, self.cores,
-            config.times.presence, self._observer.journal,
+        self.reporter = WorkerReporter(
+            identity=parts.info(), holder=self._holder, bus=bus, outbox=self._outbox, times=config.times.presence,
+            journal=self.observer.journal, engine=self._feed.engine, rates=self._rates, cores=self.cores,
         )  # fmt: skip
-        self._heartbeat = Heartbeat(self._times.tick_ms / 1000, settings.fence_after_ms / 1000)
-        self._loop: asyncio.AbstractEventLoop
-        self._reads: KVReads
         self._changed = asyncio.Event()
         """Set when the load is to be told."""
         self._idle = asyncio.Event()
@@ -165,7 +121,8 @@ class Worker:
         """Readers that wait for a lease."""
         self._usage = (0, 0)
         """Blocks that can be had, and what runs, when last looked at."""
-        self._is_leaving = False
+        self._cooling: set[Content] = set()
+        """What would be given up next, when last looked at."""
         self.told_to_leave = asyncio.Event()
         """Set once it is to leave, by an operator or its process."""
         self.comes_again: bool | None = None
@@ -174,41 +131,11 @@ class Worker:
     # From the start to the end.
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Serve reads, be listed as a service, start the engine, and send what is decided."""
-        parts, settings, layout = self._parts, self._config.worker, self._parts.shape.layout
-        self._loop = asyncio.get_running_loop()
-        self._holder.start(settings, self._config.times.plane)
-        self._bus.identity |= {
-            "id": parts.worker_id, "incarnation": self._holder.incarnation, "device": parts.device,
-        }  # fmt: skip
-        await self._bus.announce(DESCRIPTIONS[parts.role])
+        """Serve reads, and start the engine."""
+        await self.serve(tasks)
         await asyncio.to_thread(self._wire.measure)
-        reader_settings = ReaderSettings(
-            reader_id=parts.worker_id,
-            fingerprint=parts.limits.fingerprint,
-            block_size=parts.limits.block_size,
-            carrier=settings.carrier,
-            base_s=self._times.read_base_s,
-            times=self._times,
-            token_s=self._rates.token_bytes / READ_BYTES_PER_S_MIN,
-        )
-        self._reads = KVReads(
-            settings=reader_settings,
-            bus=self._bus,
-            outbox=self._outbox,
-            reader=self._reader,
-            peers=self.peers,
-            credentials=parts.credentials,
-            telemetry=self._telemetry,
-            tasks=tasks,
-            record=ReadRecords(layout.block_size, self._rates, self.measured).record,
-            contents=self._holder.contents,
-            kept=self._holder.cache.kept,
-            on_event=lambda event: self.step(event, "read"),
-            wire_dtype=lambda holder: self._wire.dtype(holder, now_ms()),
-        )
+        self._reads = self.make_reads(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
         self._feed.engine.start()
-        tasks.create_task(self._outbox.run(), name="outbox")
 
     async def may_leave(self, *, forced: bool) -> LeaveAnswered:
         """Return what the scheduler says to our leaving; without one nobody is known who could go on with what runs."""
@@ -249,7 +176,7 @@ class Worker:
         settings, layout = self._config.worker, self._parts.shape.layout
         num_blocks = settings.leave_bytes // layout.block_bytes
         num_asked = min(MAX_HEAT_BLOCKS, blocks_in(self._bus.connection.max_bytes))
-        used_last = self._holder.cache.kept.used_last(max(num_blocks, num_asked))
+        used_last = self._cache.kept.used_last(max(num_blocks, num_asked))
         if not num_blocks or not used_last or layout.is_windowed:
             return
         try:
@@ -276,21 +203,17 @@ class Worker:
 
     def _offer_left(self, offer: LeftBehind) -> None:
         me, to = self._parts.worker_id, offer.receiver
-        joined = join_hashes(offer.hashes)
         if to.role == "store":
-            cooling = BlocksCooling(
-                worker_id=me, incarnation=self._holder.incarnation, block_hashes=joined, tenant=offer.tenant
-            )
-            self._outbox.put(subjects.COOLING, (me,), cooling)
+            self._tell_cools(offer.hashes, offer.tenant)
             return
         message = ReplicateBlocks(
             request_id=RequestId(f"leave-{me}"),
             attempt=1,
             deadline_ms=now_ms() + self._times.read_within_ms,
             source=me,
-            fingerprint=self._parts.limits.fingerprint,
+            fingerprint=self._limits.fingerprint,
             first_block=0,
-            block_hashes=joined,
+            block_hashes=join_hashes(offer.hashes),
             tenant=offer.tenant,
             leaving=True,
         )
@@ -321,38 +244,22 @@ class Worker:
         return self._is_idle
 
     async def leave(self, timers: "asyncio.Task[None]") -> None:
-        """Leave in order: end reads and engine, lend until nobody reads, say so, close the plane, send what is left.
-        `timers` keep the leases until then, and are cancelled."""
+        """Leave in order: end reads and engine, lend until nobody reads, and end. `timers` keep the leases until then,
+        and are cancelled."""
         self._is_leaving = True
         await self._reads.close()
         await asyncio.to_thread(self._feed.stop)
         await self._holder.until_unread(self._times.readers_stay_s)
         timers.cancel()
-        for last in (Stopping(), Fenced("the worker is stopping")):
-            self._decide(last, "stop")
-        self.reporter.tell_left()
-        self._outbox.close()
-        await asyncio.to_thread(self._reader.close)
-        await asyncio.to_thread(self._holder.close)
-        with contextlib.suppress(TimeoutError):  # the bus may be away for good
-            async with asyncio.timeout(self._times.last_words_s):
-                await self._outbox.sent.wait()
-        await self._bus.close()
-
-    def close_memory(self) -> None:
-        """Give the memory back, whatever ended the worker."""
-        self._holder.close()
+        await self.end()
 
     # Deciding.
 
     def step(self, event: Event, cause: str) -> Message | None:
-        """The only door: whatever happens comes in here, from the bus, the engine, carriers and timers. Let the cores
-        decide, and carry out what they say. Return the reply to an event that is a question. `cause`: the subject of
-        the message, or the part of this process that the event is of. Raises EngineStoppedError: nothing is decided any
-        more, and no block given back, once a read may write where it should not."""
+        """See `HolderShell.step`. Raises EngineStoppedError: nothing is decided any more, and no block given back, once
+        a read may write where it should not."""
         self._check_reads()
-        self.look_at_the_clock()
-        reply = self._decide(event, cause)
+        reply = super().step(event, cause)
         if isinstance(event, AttemptAsked) and not isinstance(reply, Refused):
             self._feed.expect(event.request.sampling.grammar)
         return reply
@@ -360,16 +267,28 @@ class Worker:
     def tick(self) -> None:
         """Do what the time makes necessary. Raises EngineStoppedError."""
         self.step(TimePassed(), "clock")
-        self.reporter.tell_cooling()
+        self._tell_cooling()
 
-    def look_at_the_clock(self) -> None:
-        """Before anything is done: a worker that stood still must not go on as if nothing had happened."""
-        if self._heartbeat.stood_still(time.monotonic()):
-            self._fence("it stood still")
+    def _tell_cooling(self) -> None:
+        """Say which blocks will go soon and have not been named yet, while room is scarce."""
+        if self._cache.num_free * COOLING_SHARE >= self._cache.num_blocks:
+            self._cooling.clear()
+            return
+        coldest = self._cache.coldest(MAX_COOLING_BLOCKS)
+        by_tenant: dict[str, list[BlockHash]] = {}
+        for content in coldest:
+            if content not in self._cooling:
+                by_tenant.setdefault(content.tenant, []).append(content.block_hash)
+        self._cooling = set(coldest)
+        for tenant, hashes in by_tenant.items():
+            self._tell_cools(hashes, tenant)
 
-    def beat(self) -> None:
-        """The clock has ticked."""
-        self._heartbeat.beat(time.monotonic())
+    def _tell_cools(self, hashes: Sequence[BlockHash], tenant: str) -> None:
+        me = self._parts.worker_id
+        message = BlocksCooling(
+            worker_id=me, incarnation=self._holder.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
+        )
+        self._outbox.put(subjects.COOLING, (me,), message)
 
     def check_engine(self) -> None:
         """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
@@ -377,10 +296,6 @@ class Worker:
         if self._feed.engine.has_failed:
             raise EngineStoppedError(f"the engine of {self._parts.worker_id} has failed")
         self._check_reads()
-
-    def release_reads(self) -> None:
-        """Let go of what reads that have ended had open. Blocks: a driver takes its time to unmap."""
-        self._reader.release_ended()
 
     async def lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are here, as soon as the first of them is if it is being computed; or refuse
@@ -407,27 +322,10 @@ class Worker:
     def _is_coming(self, request: RequestLease, num_blocks: int) -> bool:
         """Say whether the block behind the first `num_blocks` of those asked for is being computed here."""
         rest = request.block_hashes[num_blocks * BLOCK_HASH_BYTES :]
-        if not (rest and self._config.worker.twins and self._holder.cache.keeps_what_is_computed):
+        if not (rest and self._config.worker.twins and self._cache.keeps_what_is_computed):
             return False
         next_hash = BlockHash(rest[:BLOCK_HASH_BYTES])
         return self.cores.is_computing(next_hash, request.first_block + num_blocks, request.tenant)
-
-    def _lend(self, lend: Lend) -> LeaseGranted:
-        lent = self._holder.lend(lend.lease, lend.request, lend.traceparent)
-        num_blocks = lend.lease.num_tokens // self._parts.limits.block_size - lend.request.first_block
-        return msgspec.structs.replace(lent, more_comes=self._is_coming(lend.request, num_blocks))
-
-    def unproved(self, request: RunPrefill | ReserveBlocks | RequestLease) -> Refused | None:
-        """Return the refusal of a request of which nobody has proved whose it is, or None."""
-        return self._parts.credentials.refusal(request, self._parts.worker_id)
-
-    def left(self, event: WorkerLeft, cause: str) -> None:
-        """Somebody has left; or this worker is said to have."""
-        self.peers.left(event)
-        if event.worker_id != self._parts.worker_id:
-            self.step(event, cause)
-        elif event.incarnation == self._holder.incarnation:
-            self._fence(f"it was declared lost: {event.reason}")
 
     # What others ask.
 
@@ -442,63 +340,24 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def purge(self, message: PurgeBlocks, cause: str) -> BlocksPurged:
+    async def purge(self, message: PurgeBlocks, cause: str) -> BlocksPurged:
         """Forget what the blocks hold, and let the directory know."""
-        kept = self._holder.cache.kept
-        num_before = len(kept.block_of)
+        num_before = len(self._cache.kept.block_of)
         self.step(message, cause)
-        num_blocks = num_before - len(kept.block_of)
+        num_blocks = num_before - len(self._cache.kept.block_of)
         return BlocksPurged(worker_id=self._parts.worker_id, num_blocks=num_blocks)
-
-    def alive(self) -> WorkerAlive:
-        """Return a sign of life."""
-        self.look_at_the_clock()
-        lag_ms = self._heartbeat.lag_ms(time.monotonic())
-        return WorkerAlive(worker_id=self._parts.worker_id, incarnation=self._holder.incarnation, lag_ms=lag_ms)
 
     # What the cores ask for.
 
-    def _decide(self, event: Event, cause: str) -> Message | None:
-        with self._observer.journal.explains():
-            with self._holder.lock:
-                actions = self._rules.decide(event, now_ms())
-            reply = self._execute(actions)
-            self._observer.saw(cause, event, actions)
-        return reply
-
-    def _execute(self, actions: list[Action]) -> Message | None:
+    def _execute(self, actions: Sequence[Action]) -> Message | None:
         """Carry out actions in order; the tokens among them go out as one message a gateway. Return the reply among
         them."""
-        emitted: list[tuple[GatewayId, RequestTokens]] = []
-        reply: Message | None = None
-        for action in actions:
-            match action:
-                case SendReply(message=reply):
-                    pass
-                case Lend():
-                    reply = self._lend(action)
-                case Emit(gateway_id=gateway_id, tokens=tokens):
-                    emitted.append((gateway_id, tokens))
-                case Publish(subject=subject, ids=ids, message=message, traceparent=traceparent):
-                    self._outbox.put(subject, ids, message, traceparent)
-                case Submit():
-                    self._feed.submit(action)
-                case Withdraw(key=key):
-                    self._feed.withdraw(key)
-                case StartRead(read=read):
-                    self._reads.start(read)
-                case StopRead(read=read):
-                    self._reads.stop(read)
-                case AttemptEnded():
-                    pass
-                case _:
-                    self._execute_lease(action)
-        self._outbox.put_tokens(emitted)
+        reply = super()._execute(actions)
+        self._outbox.put_tokens([(action.gateway_id, action.tokens) for action in actions if isinstance(action, Emit)])
         if self.reporter.tell_blocks():
             self._stored.set()
             self._stored = asyncio.Event()
-        cache = self._holder.cache
-        usage = (cache.num_free + cache.num_cached, self.cores.num_running)
+        usage = (self._cache.num_free + self._cache.num_cached, self.cores.num_running)
         if len(actions) > (reply is not None) or usage != self._usage:
             self._usage = usage
             self._changed.set()
@@ -508,27 +367,23 @@ class Worker:
             self._idle.clear()
         return reply
 
-    def _execute_lease(self, action: Offer | FinishLease | CloseLease) -> None:
+    def _carry_out(self, action: Action) -> None:
         match action:
+            case Publish(subject=subject, ids=ids, message=message, traceparent=traceparent):
+                self._outbox.put(subject, ids, message, traceparent)
+            case Submit():
+                self._feed.submit(action)
+            case Withdraw(key=key):
+                self._feed.withdraw(key)
             case Offer(lease=lease, attempt=attempt):
-                lease_ms, traceparent = self._parts.limits.lease_ms, attempt.traceparent
+                lease_ms, traceparent = self._limits.lease_ms, attempt.traceparent
                 offer = self._holder.offer(lease, attempt.request, lease_ms, traceparent)
                 ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
                 self._outbox.put(subjects.OFFERED, ids, offer, traceparent)
             case FinishLease(lease=lease, first_token=first):
                 self._holder.finish_lease(lease, first)
-            case CloseLease(lease=lease):
-                self._holder.close_lease(lease)
-
-    # What happens on other threads, brought to the loop.
-
-    def _post(self, handle: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all that runs here
-            self._loop.call_soon_threadsafe(self._posted, handle, *arguments)
-
-    def _posted(self, handle: Callable[..., object], *arguments: object) -> None:
-        with self._observer.journal.explains():
-            handle(*arguments)
+            case _:
+                assert isinstance(action, Emit | AttemptEnded | NotTaken), f"{action} is carried out elsewhere"
 
     # Being alive.
 
@@ -537,16 +392,7 @@ class Worker:
             raise EngineStoppedError(f"a read of {self._parts.worker_id} does not come to an end, and may still write")
 
     def _fence(self, reason: str) -> None:
-        """Others take this worker for lost: end all that runs, and go on as a new incarnation."""
-        if self._is_leaving:
-            return
-        num_running = len(self.cores.wanted_by())
-        log.warning("%s ends %d attempts and joins anew: %s", self._parts.worker_id, num_running, reason)
-        self._decide(Fenced(reason), "presence")
-        self.measured.fenced()
-        self._holder.begin(secrets.token_hex(8))
-        self._bus.identity["incarnation"] = self._holder.incarnation
-        self.reporter.tell_joined()
+        super()._fence(reason)
         self._changed.set()
 
     @property

@@ -30,8 +30,7 @@ from services.trust.credentials import credentials_for
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore, StreamEnded
-from services.worker.kv.contents import WorkerHolder
-from services.worker.kv.holder import StreamLease
+from services.worker.kv.holder import KVHolder, StreamLease
 from tests.credentials import SIGNER
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
@@ -75,7 +74,7 @@ class Lender:
         self.memory = memory or holder_memory(self.shape)
         layout = self.shape.layout
         self.served: queue.Queue[tuple[LeaseId, str]] = queue.Queue()
-        self.holder = WorkerHolder(
+        self.holder = KVHolder[BlockCache](
             worker_id=HOLDER,
             incarnation="one",
             arena=self.memory.arena,
@@ -91,7 +90,7 @@ class Lender:
             context_length=4096, vocab_size=1000, eos_token_ids=frozenset(), max_queued=4, lease_ms=60_000,
             times=Times(),
         )  # fmt: skip
-        self.lending = LendCore(limits, self.holder.cache, self.holder.leases)
+        self.lending = LendCore(limits, self.holder.memory, self.holder.leases)
         self.holder.start(WorkerConfig(carrier=carrier), PlaneTimes())  # type: ignore[arg-type]
 
     @property
@@ -101,7 +100,7 @@ class Lender:
 
     def fill(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> None:
         """Compute a prompt, and keep it."""
-        cache = self.holder.cache
+        cache = self.holder.memory
         with self.holder.lock:
             allocation = cache.admit([], num_tokens, 0, tenant=tenant)
             assert allocation is not None, "no room"
@@ -174,7 +173,7 @@ def lender(carrier: str) -> Iterator[Lender]:
     yield made
     made.holder.close()
     made.memory.close()
-    made.holder.cache.check_integrity()
+    made.holder.memory.check_integrity()
 
 
 def read(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **changes) -> Landed:
@@ -219,7 +218,7 @@ def test_consumed_twice(carrier: str, lender: Lender, target: Target) -> None:
     assert lender.until_served() == ""
     lender.end(granted)
     assert refused(lender, target, carrier, granted) == ("lease", "unknown")
-    assert lender.holder.cache.num_cached == NUM_TOKENS // BLOCK
+    assert lender.holder.memory.num_cached == NUM_TOKENS // BLOCK
 
 
 def test_stale_after_reuse(carrier: str, lender: Lender, target: Target) -> None:

@@ -161,10 +161,11 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check_integrity()
-        changes = self.cache.take_changes()
+        [(_, changes)] = self.cache.take_changes()
         assert not self.known & set(changes.stored) and set(changes.evicted) <= self.known
         self.known = (self.known | set(changes.stored)) - set(changes.evicted)
-        assert self.known == set(self.cache.contents()), "the events tell exactly what is here"
+        [(_, here)] = self.cache.contents()
+        assert self.known == set(here), "the events tell exactly what is here"
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -209,13 +210,13 @@ def test_the_least_recently_used_goes_first_and_of_one_sequence_its_end() -> Non
     coldest = [*reversed(hashes_of([1] * 8)), *reversed(hashes_of([2] * 8))]
     assert cache.coldest(4) == [Content("", each) for each in coldest]
     assert cache.admit(hashes_of([3] * 4), 4, 3) is not None
-    assert cache.contents() == [hashes_of([1] * 8)[0], *hashes_of([2] * 8)]
+    assert cache.contents() == [("arena", [hashes_of([1] * 8)[0], *hashes_of([2] * 8)])]
 
 
 def test_without_caching_nothing_is_kept() -> None:
     cache = BlockCache(uniform_shape(layout(0), 4), chunk_tokens=CHUNK, caching=False)
     computed(cache, [1] * 8)
-    assert (cache.num_free, cache.num_cached, cache.contents()) == (4, 0, [])
+    assert (cache.num_free, cache.num_cached, cache.contents()) == (4, 0, [("arena", [])])
 
 
 def test_a_windowed_group_needs_a_ring_only() -> None:

@@ -144,7 +144,7 @@ def known_tags(lender: Lender, target: Target, carrier: str) -> list[bytes]:
 
 def test_a_reader_gets_the_tags_of_who_has_computed_it(carrier: str, lender: Lender, target: Target) -> None:
     tags = known_tags(lender, target, carrier)
-    assert len(tags) == NUM_BLOCKS and set(tags) == set(lender.holder.cache.kept.tags.values())
+    assert len(tags) == NUM_BLOCKS and set(tags) == set(lender.holder.memory.kept.tags.values())
     assert np.array_equal(target.landed(NUM_TOKENS), random_kv(NUM_TOKENS, seed=1))
 
 
@@ -172,7 +172,7 @@ def test_of_a_read_that_breaks_only_what_is_right_is_believed(
 
 def test_a_block_that_is_filled_anew_has_a_tag_of_its_own(carrier: str, lender: Lender, target: Target) -> None:
     known_tags(lender, target, carrier)
-    kept = lender.holder.cache.kept
+    kept = lender.holder.memory.kept
     with lender.holder.lock:
         blocks = kept.allocate(kept.room())
         assert blocks is not None and not kept.tags
@@ -182,7 +182,7 @@ def test_a_block_that_is_filled_anew_has_a_tag_of_its_own(carrier: str, lender: 
 def test_a_block_that_is_computed_anew_where_it_lies_has_none(carrier: str, lender: Lender, target: Target) -> None:
     """As after a read that was stopped: its blocks are the sequence's still, and filled with other bytes."""
     known_tags(lender, target, carrier)
-    cache = lender.holder.cache
+    cache = lender.holder.memory
     with lender.holder.lock:
         found = cache.lend(hashes_of(1), 0)
         assert found is not None

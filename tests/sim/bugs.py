@@ -46,10 +46,12 @@ from services.times import DecodeTimes, PrefillTimes, Times
 from services.worker.core import role
 from services.worker.core.attempts import Twin
 from services.worker.core.checks import WorkerLimits
+from services.worker.core.copies import CopyCore, Why
+from services.worker.core.events import ReadEnded
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.role import RoleCore
 from services.worker.core.twins import Twins
-from services.worker.kv.contents import WorkerHolder
+from services.worker.engine_feed import EngineFeed
 from services.worker.kv.holder import KVHolder, StreamLease
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -420,7 +422,8 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
         found = lend(self, hashes, first_block, tenant)
         if found is not None:
             return found
-        here = [content for content in self.contents() if self.holds(content, tenant)][: len(hashes)]
+        [(_, kept)] = self.contents()
+        here = [block_hash for block_hash in kept if self.holds(block_hash, tenant)][: len(hashes)]
         return lend(self, here, first_block, tenant) if here else None
 
     patch.setattr(BlockCache, "lend", any_blocks)
@@ -428,14 +431,14 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a partial last block is kept under a full block's identity", options=RESUMED)
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
-    computed = WorkerHolder.computed
+    keep = EngineFeed.keep
 
-    def rounded_up(self: WorkerHolder, sequence: Any, attempt: Any, num_tokens: int, *, ended: bool = False) -> None:
-        block_size = self.shape.layout.block_size
+    def rounded_up(self: EngineFeed, sequence: Any, attempt: Any, num_tokens: int, *, ended: bool = False) -> None:
+        block_size = attempt.hasher.block_size
         up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
-        computed(self, sequence, attempt, up, ended=ended)
+        keep(self, sequence, attempt, up, ended=ended)
 
-    patch.setattr(WorkerHolder, "computed", rounded_up)
+    patch.setattr(EngineFeed, "keep", rounded_up)
 
 
 # Requests and their attempts.
@@ -879,10 +882,10 @@ def moved_prompt_leaves_its_lease(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the token that an answer moves with is counted among those whose KV is in place", options=DRAINED)
 def moved_with_a_token_that_was_never_computed(patch: pytest.MonkeyPatch) -> None:
-    def ended(self: WorkerHolder, sequence: Any, attempt: Any) -> None:
-        self.computed(sequence, attempt, len(sequence.token_ids), ended=True)
+    def keep_ended(self: EngineFeed, sequence: Any, attempt: Any) -> None:
+        self.keep(sequence, attempt, len(sequence.token_ids), ended=True)
 
-    patch.setattr(WorkerHolder, "ended", ended)
+    patch.setattr(EngineFeed, "keep_ended", keep_ended)
 
 
 @bug("the last token that came before an answer moved is handed on twice", options=DRAINED)
@@ -931,17 +934,16 @@ def waits_for_readers_that_never_come(patch: pytest.MonkeyPatch) -> None:
 
 @bug("what a worker leaves behind is kept for whole, however much of it has landed", options=CUT_COPIES)
 def left_behind_is_kept_unread(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.core.replicas import ReplicaCore
+    read_ended = CopyCore._read_ended  # pyright: ignore[reportPrivateUsage]
 
-    read_ended = ReplicaCore._read_ended  # pyright: ignore[reportPrivateUsage]
-
-    def believes(self: Any, event: Any, now_ms: int) -> Any:
+    def believes(self: CopyCore, event: ReadEnded, now_ms: int) -> Any:
         copy = self.reading.get(event.read)
-        if copy is not None and copy.leaving:
-            self._cache.keep(copy.tables, copy.hashes)
+        if copy is not None and copy.why is Why.LEFT_BEHIND:
+            num_tokens = len(copy.hashes) * self._limits.block_size  # pyright: ignore[reportPrivateUsage]
+            event = dataclasses.replace(event, outcome=dataclasses.replace(event.outcome, num_landed_tokens=num_tokens))
         return read_ended(self, event, now_ms)
 
-    patch.setattr(ReplicaCore, "_read_ended", believes)
+    patch.setattr(CopyCore, "_read_ended", believes)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from schemas.ids import BlockHash
 from schemas.kv import LeaseGranted
 from services.store import backing as backing_module
 from services.store.tiers import DictTier, TierError, TierFullError, Value
-from services.times import StoreTimes, Times
+from services.times import StoreTimes, Times, WorkerTimes
 from tests.store.fleet import Fleet, config_of, files_in, fleet, store
 from tests.store.rig import hashes_of, key_at, running_server
 from tests.waiting import until, wait_until
@@ -173,7 +173,7 @@ async def test_a_tier_with_no_room_at_all(caplog: pytest.LogCaptureFixture) -> N
             await worker.cool(first, first + 1)
             await until(lambda first=first: around.has("memory", first, first + 1))
             assert await around.fetch(first, first + 1) == 2
-        assert caplog.text.count("No space left") == 1
+        assert "No space left" in caplog.text
         await until(lambda: around.loads[-1].blocks.running == 0)
 
 
@@ -268,7 +268,7 @@ async def test_several_who_ask_for_the_same_wait_for_one_load() -> None:
 
 
 async def test_slow_writing_drops_offers_and_keeps_no_worker_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    tier, config = Mischief(), config_of(num_blocks=8, url="x", times=Times(store=StoreTimes(room_timeout_s=0.05)))
+    tier, config = Mischief(), config_of(num_blocks=8, url="x", times=Times(worker=WorkerTimes(read_within_ms=50)))
     async with fleet() as around, store(around, config, open_behind=lambda *_: tier):
         tier.go.clear()
         worker = await around.worker("prefill-0", *range(40))
@@ -276,7 +276,7 @@ async def test_slow_writing_drops_offers_and_keeps_no_worker_waiting(caplog: pyt
         await until(lambda: around.has("memory", 0, 1))
         for _ in range(20):
             await worker.cool(*range(40))
-        await until(lambda: "the store is behind" in caplog.text)
+        await until(lambda: "there was no room for them in time" in caplog.text)
         assert around.tiers["memory"] == set(hashes_of(0, 1)), "a quarter of memory waits, and no more comes"
         assert await around.fetch(0, 1) == 2
         tier.go.set()

@@ -1,6 +1,7 @@
 """Whatever decodes, no core raises: each hears messages with the largest and smallest numbers that a message may have.
 What does not fit is no message."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,12 +27,12 @@ from services.presence import Hearing
 from services.scheduler.core import SchedulerCore
 from services.times import DirectoryTimes, PresenceTimes
 from services.worker.core.attempts import AttemptTimes
+from services.worker.core.copies import CopyCore, num_spare
 from services.worker.core.events import AttemptAsked, CopyOffered, LeaseAsked
 from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
-from services.worker.core.replicas import ReplicaCore
 from tests.share import examples
-from tests.store.test_core import make_core
+from tests.store.test_blocks import make_memory
 from tests.worker import worker_cases as case
 
 NAMES = ("a", "b", case.PREFILL, case.DECODE, "f", "r1", "r1-1", "")
@@ -148,7 +149,8 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
     case.keep(cache, 12)
     limits = case.limits(case.DECODE)
     lending = LendCore(limits, cache, leases)
-    cores = [PrefillCore(limits, cache, leases), DecodeCore(limits, cache, leases), ReplicaCore(limits, cache), lending]
+    copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=2)
+    cores = [PrefillCore(limits, cache, leases), DecodeCore(limits, cache, leases), copies, lending]
     for core in cores[:2]:  # one attempt that is as it should be
         case.decide(core, AttemptAsked(case.run_prefill(), AttemptTimes()), NOW)
         case.decide(core, AttemptAsked(case.reserve(), AttemptTimes()), NOW)
@@ -169,10 +171,12 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
 @quick
 @given(st.lists(messages(kv.BlocksCooling, kv.ReplicateBlocks), max_size=6))
 def test_a_store(heard: list[Any]) -> None:
-    core = make_core()
+    memory = make_memory()
+    core = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=2)
     for message in heard:
-        core.handle(message, NOW)
-    core.memory.check_integrity()
+        case.decide(core, CopyOffered(message) if isinstance(message, kv.ReplicateBlocks) else message, NOW)
+    case.tick(core, 2**60)
+    memory.check_integrity()
 
 
 @quick

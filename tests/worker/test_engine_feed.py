@@ -14,20 +14,20 @@ from tests.worker import worker_cases as case
 
 
 def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> None:
-    core = PrefillCore(case.limits(case.PREFILL, num_blocks=16), case.block_cache(16), LeaseTable())
+    cache = case.block_cache(16)
+    core = PrefillCore(case.limits(case.PREFILL, num_blocks=16), cache, LeaseTable())
     known, lost = (
         case.one(case.run(core, case.run_prefill(number, first=9 * number, split=False)), Submit) for number in (1, 2)
     )
     del core.attempts[lost.attempt.key]
     callbacks: dict[str, Any] = {}
-    taken_in: list[str] = []
     actions: list[Action] = []
     EngineFeed(
         parts=cast("Any", SimpleNamespace(
             steps=None, limits=case.limits(case.PREFILL),
             platform=SimpleNamespace(make_engine=lambda steps, **named: callbacks.update(named)),
         )),
-        holder=cast("Any", SimpleNamespace(computed=lambda sequence, *_: taken_in.append(sequence.request_id))),
+        holder=cast("Any", SimpleNamespace(memory=cache)),
         cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
         post=lambda handle, *arguments: handle(*arguments),
         step=lambda event: actions.extend(case.decide(core, event, 1)),
@@ -36,4 +36,5 @@ def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> 
     sampled = tuple(SampledToken(sequence, 0, 9, None, False) for sequence in sequences)
     with pytest.raises(AssertionError, match=r"^r2: their blocks are given back"):
         callbacks["on_step"](StepResult(0, 1, 0, 2, tuple((sequence, 6) for sequence in sequences), sampled))
-    assert taken_in == ["r1"] and case.one(actions, Emit).tokens.request_id == "r1"
+    assert known.attempt.num_stored_blocks == len(cache.take_changes()[0][1].stored) == 1, "its KV is kept"
+    assert case.one(actions, Emit).tokens.request_id == "r1"

@@ -1,5 +1,7 @@
 """What a worker that leaves offers to whom, and what those who stay give up for it."""
 
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -12,9 +14,9 @@ from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad, WorkerRole
 from services.worker.core.actions import StartRead
 from services.worker.core.attempts import WantedLease
 from services.worker.core.content import ReadOutcome
+from services.worker.core.copies import CopyCore, num_spare
 from services.worker.core.events import CopyOffered, ReadEnded
 from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
-from services.worker.core.replicas import ReplicaCore
 from services.worker.limits import MESSAGE_BLOCKS
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one
@@ -130,19 +132,23 @@ def offered(num: int, first: int = 0, *, leaving: bool = True) -> CopyOffered:
     )  # fmt: skip
 
 
+def copies_of(cache: BlockCache) -> CopyCore:
+    limits = case.limits(case.DECODE, num_blocks=cache.num_blocks)
+    return CopyCore(limits, cache, partial(num_spare, cache), max_reads=2)
+
+
 def full_cache(num_blocks: int = 12) -> BlockCache:
     cache = case.block_cache(num_blocks)
-    tables = cache.admit_spare(0, num_blocks)
+    tables = cache.admit_spare(num_blocks)
     assert tables is not None
     cache.keep(tables, hashes(num_blocks, 100))
-    cache.free(tables)
     assert (cache.num_free, cache.num_cached) == (0, num_blocks)
     return cache
 
 
 def test_a_full_cache_gives_up_its_coldest_half_for_one_that_leaves_and_nothing_for_others() -> None:
     cache = full_cache()
-    core = ReplicaCore(case.limits(case.DECODE, num_blocks=12), cache)
+    core = copies_of(cache)
     assert case.decide(core, offered(8, leaving=False), 0) == []
     read = one(case.decide(core, offered(8), 0), StartRead).read
     assert isinstance(read.lease, WantedLease) and read.lease.block_hashes == tuple(hashes(6)), "half, the hottest"
@@ -154,6 +160,6 @@ def test_a_full_cache_gives_up_its_coldest_half_for_one_that_leaves_and_nothing_
 
 def test_a_worker_all_of_whose_blocks_are_in_use_takes_nothing() -> None:
     cache = case.block_cache(4)
-    assert cache.admit_spare(0, 4) is not None
-    core = ReplicaCore(case.limits(case.DECODE, num_blocks=4), cache)
-    assert case.decide(core, offered(2), 0) == [] and core.num_dropped == 1
+    assert cache.admit_spare(4) is not None
+    core = copies_of(cache)
+    assert case.decide(core, offered(2), 0) == [] and core.num_waiting == 2

@@ -287,7 +287,7 @@ async def test_what_is_still_computed_is_asked_for_again(
     asked: list[int] = []
 
     async def run(reads: KVReads, holder: Holder) -> None:
-        async def carry_out(read: KVRead, place: object = None) -> ReadEnded:
+        async def carry_out(read: KVRead) -> ReadEnded:
             assert isinstance(read.lease, WantedLease)
             assert read.first_token == read.lease.first_block * BLOCK_SIZE
             assert len(read.lease.block_hashes) == 8 - read.lease.first_block

@@ -45,7 +45,7 @@ from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore
 from services.worker.core.rules import Rules
 from services.worker.engine_feed import EngineFeed
-from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.holder import KVHolder
 from services.worker.shell import Worker
 from tests import virtual
 from tests.credentials import CREDENTIALS
@@ -424,9 +424,9 @@ async def test_no_block_is_ever_orphaned() -> None:
     assert seen == {0}
 
 
-def lease_of(holder: WorkerHolder, tenant: str = "") -> Ticket:
+def lease_of(holder: KVHolder[BlockCache], tenant: str = "") -> Ticket:
     """Return the ticket of a lease that lasts for a minute."""
-    allocation = holder.cache.admit([], 16, 0)
+    allocation = holder.memory.admit([], 16, 0)
     assert allocation is not None
     lease = holder.leases.grant(
         lease_id=LeaseId("l"), holder=holder.worker_id, reader=WorkerId("d-0"), tables=allocation.tables,
@@ -437,9 +437,9 @@ def lease_of(holder: WorkerHolder, tenant: str = "") -> Ticket:
 
 
 @pytest.fixture
-def holder() -> Generator[WorkerHolder]:
+def holder() -> Generator[KVHolder[BlockCache]]:
     parts = make_parts("p-0", "prefill")
-    made = WorkerHolder(
+    made = KVHolder[BlockCache](
         worker_id=parts.worker_id, incarnation="i", arena=parts.arena, credentials=CREDENTIALS, shape=parts.shape,
         memory=BlockCache(parts.shape, chunk_tokens=64), make_server=parts.platform.make_server,
         on_started=lambda _lease: None, on_served=lambda _lease, _stats, _error: None,
@@ -449,9 +449,9 @@ def holder() -> Generator[WorkerHolder]:
     made.close()
 
 
-def test_a_stream_that_gets_on_keeps_its_lease(holder: WorkerHolder) -> None:
+def test_a_stream_that_gets_on_keeps_its_lease(holder: KVHolder[BlockCache]) -> None:
     ticket = lease_of(holder)
-    lending = LendCore(worker_cases.limits(WorkerId("p-0"), lease_ms=5_000), holder.cache, holder.leases)
+    lending = LendCore(worker_cases.limits(WorkerId("p-0"), lease_ms=5_000), holder.memory, holder.leases)
     (lease,) = holder.leases
     before_ms = lease.expires_at_ms
     case.tick(lending, before_ms - 100)
@@ -468,7 +468,7 @@ def test_a_stream_that_gets_on_keeps_its_lease(holder: WorkerHolder) -> None:
     assert lease.expires_at_ms == before_ms + 5_000 and not stream.still_valid()
 
 
-def test_every_stream_is_told_of_even_after_its_lease(holder: WorkerHolder) -> None:
+def test_every_stream_is_told_of_even_after_its_lease(holder: KVHolder[BlockCache]) -> None:
     """Two streams under one lease; the second outlives it. Another lease of the same id is none of theirs."""
     told: list[tuple[Grant, str]] = []
     holder.on_started = lambda lease: told.append((lease, "started"))
@@ -485,16 +485,18 @@ def test_every_stream_is_told_of_even_after_its_lease(holder: WorkerHolder) -> N
     assert not second.still_valid() and holder.open(another).still_valid()
 
 
-def test_another_tenants_ticket_opens_nothing(holder: WorkerHolder) -> None:
+def test_another_tenants_ticket_opens_nothing(holder: KVHolder[BlockCache]) -> None:
     ticket = lease_of(holder, tenant="a")
     holder.open(ticket)
     with pytest.raises(LeaseRefusedError, match="tenant"):
         holder.open(msgspec.structs.replace(ticket, tenant="b"))
 
 
-def test_a_block_that_nobody_knows_of_is_an_orphan(holder: WorkerHolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_that_nobody_knows_of_is_an_orphan(
+    holder: KVHolder[BlockCache], caplog: pytest.LogCaptureFixture
+) -> None:
     lease_of(holder)
-    owned = holder.cache.admit([], 24, 0)
+    owned = holder.memory.admit([], 24, 0)
     assert owned is not None and holder.counts([owned.tables]).orphaned == 0
     with caplog.at_level(logging.WARNING):
         assert [holder.counts([]).orphaned for _ in range(3)] == [3, 3, 3]

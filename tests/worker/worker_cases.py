@@ -27,9 +27,9 @@ from services.worker.core.actions import Action, AttemptEnded, Publish, SendRepl
 from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.content import ReadOutcome
+from services.worker.core.copies import BlockCopy
 from services.worker.core.events import AttemptAsked, Event, ReadEnded, TimePassed
 from services.worker.core.leases import LeaseTable
-from services.worker.core.replicas import BlockCopy
 from services.worker.core.role import RoleCore
 from services.worker.core.rules import Rules, RuleTable
 

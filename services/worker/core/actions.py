@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.handoff import FirstToken
-from schemas.ids import GatewayId
+from schemas.ids import GatewayId, WorkerId
 from schemas.kv import RequestLease
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
@@ -109,6 +109,16 @@ class AttemptEnded:
     attempt: AnyAttempt
 
 
+@dataclass(slots=True, frozen=True)
+class NotTaken:
+    """So many of the blocks that this holder has offered are not read, and nobody else has offered them. `reason`: for
+    people."""
+
+    worker_id: WorkerId
+    num_blocks: int
+    reason: str
+
+
 Action = (
     SendReply
     | Submit
@@ -122,4 +132,5 @@ Action = (
     | StartRead
     | StopRead
     | AttemptEnded
+    | NotTaken
 )

@@ -19,21 +19,26 @@ from services.times import Times
 from services.worker.limits import MAX_SOURCES, RETRY_AFTER_MS
 
 
-@dataclass(slots=True, frozen=True)
-class WorkerLimits:
-    """`lease_ms`: how long a reader may be silent once all is computed. `num_blocks`: the most that one sequence may
-    fill."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HolderLimits:
+    """`lease_ms`: how long a reader may be silent once its read could begin."""
 
     worker_id: WorkerId
     fingerprint: str
-    num_blocks: int
     block_size: int
+    lease_ms: int
+    times: Times
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorkerLimits(HolderLimits):
+    """`num_blocks`: the most that one sequence may fill."""
+
+    num_blocks: int
     context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_queued: int
-    lease_ms: int
-    times: Times
 
     @property
     def num_tokens(self) -> int:

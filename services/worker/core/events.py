@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
-from schemas.kv import PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
+from schemas.kv import BlocksCooling, PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.request import AttemptFailure, CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
@@ -119,6 +119,12 @@ class Fenced:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryChanged:
+    """What a store has in memory has changed beside what is decided: it came from behind it, or has been written there,
+    and may be given up."""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseAsked:
     """A reader wants a lease on blocks that are here. Answered by a `SendReply` or a `Lend`."""
 
@@ -146,11 +152,13 @@ Event = (
     | WorkerLeft
     | EngineEvent
     | CopyOffered
+    | BlocksCooling
     | ReadStarted
     | ReadEnded
     | ReturnLease
     | PurgeBlocks
     | LeaseAsked
+    | MemoryChanged
     | StreamStarted
     | StreamEnded
     | DrainBegun

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.blocks.cache import Allocation
-from dataplane.blocks.kept import Content, KeptBlocks
+from dataplane.blocks.kept import Content, ContentChanges, KeptBlocks
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, num_distinct_blocks
 from dataplane.protocol.progress import KVProgress
 from schemas.block import split_hashes
-from schemas.ids import BlockHash, LeaseId, WorkerId, new_id
+from schemas.directory import Tier
+from schemas.ids import BlockHash, LeaseId, new_id
 from schemas.kv import LeaseEnd, PurgeBlocks, RequestLease, ReturnLease, refuse_lease
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import WorkerLeft
-from services.times import Times
 from services.worker.core.actions import Action, CloseLease, Lend, SendReply
+from services.worker.core.checks import HolderLimits
 from services.worker.core.events import Fenced, LeaseAsked, Stopping, StreamEnded, StreamStarted, TimePassed
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.rules import RuleTable
@@ -33,8 +34,8 @@ from services.worker.limits import (
 )
 
 
-class LentMemory(Protocol):
-    """Where the lent blocks lie: a worker's block cache, or the store's memory."""
+class HolderMemory(Protocol):
+    """Where the blocks lie that are lent and copied: a worker's block cache, or the store's memory."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -64,24 +65,30 @@ class LentMemory(Protocol):
         """Drop a reference to each block."""
         ...
 
+    def holds(self, block_hash: BlockHash, tenant: str) -> bool:
+        """Say whether a tenant's block is here."""
+        ...
+
+    def admit_spare(self, num_blocks: int, tenant: str, *, evicts: bool) -> BlockTables | None:
+        """Return so many empty blocks, a reference to each; None where there is no room. `evicts`: what is worth less
+        may be given up for them."""
+        ...
+
+    def keep(self, tables: BlockTables, hashes: Sequence[BlockHash]) -> None:
+        """Note that the first `len(hashes)` of these blocks are filled, and drop the reference to each."""
+        ...
+
     def forget(self, tenant: str | None = None) -> None:
         """Give up the content of this tenant's blocks, of all for None (`KeptBlocks.forget`)."""
         ...
 
+    def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
+        """Return what came to each tier and what went since the last call."""
+        ...
 
-class LendLimits(Protocol):
-    """`lease_ms`: how long a reader may be silent once its read has begun."""
-
-    @property
-    def worker_id(self) -> WorkerId: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def lease_ms(self) -> int: ...
-    @property
-    def times(self) -> Times: ...
+    def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
+        """Return what each tier has now."""
+        ...
 
 
 @dataclass
@@ -89,8 +96,8 @@ class LendCore:
     """The leases that readers have asked for; those of hand-overs are the prefill core's. What the streams say of a
     lease is noted here for both."""
 
-    limits: LendLimits
-    memory: LentMemory
+    limits: HolderLimits
+    memory: HolderMemory
     leases: LeaseTable
     is_stopping: bool = False
 

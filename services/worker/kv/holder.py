@@ -22,6 +22,7 @@ from dataplane.memory.content_tags import BlockContents
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from dataplane.times import PlaneTimes
+from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.handoff import FirstToken, KVOffered
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
@@ -32,14 +33,14 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.trust.credentials import HolderCredentials
 from services.worker.core.leases import Grant, LeaseTable
-from services.worker.core.lending import LentMemory
+from services.worker.core.lending import HolderMemory
 from services.worker.core.messages import handoff_fields
 from services.worker.kv.ledger import BlockLedger
 from services.worker.platform import MakeServer
 
 log = logging.getLogger(__name__)
 
-MemoryT = TypeVar("MemoryT", bound=LentMemory)
+MemoryT = TypeVar("MemoryT", bound=HolderMemory)
 
 
 @dataclass(kw_only=True)
@@ -119,6 +120,15 @@ class KVHolder(Generic[MemoryT]):
         self.num_orphaned = orphaned
         running = total - free - cached - leased
         return BlockCounts(total=total, free=free, cached=cached, running=running, leased=leased, orphaned=orphaned)
+
+    def events(self) -> list[BlocksStored | BlocksEvicted]:
+        """Return what the directory has to hear of what came and went since the last call."""
+        changes = self.memory.take_changes()
+        return [event for tier, changed in changes for event in self.ledger.events(changed, tier)]
+
+    def inventory(self, offset: int, max_bytes: int) -> Inventory:
+        """Return a page of what is held, from the `offset`-th block on, for a message of so many bytes."""
+        return self.ledger.inventory(self.memory.contents, offset, max_bytes)
 
     # Leases, for the event loop.
 

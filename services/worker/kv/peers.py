@@ -41,9 +41,9 @@ class Peers:
         if self._knows(event.worker_id, event.incarnation):
             del self._known[event.worker_id]
 
-    async def is_known(self, worker_id: WorkerId, incarnation: str = "") -> bool:
-        """Say whether there is such a holder. `incarnation`: this one, or any."""
-        return await self._find(worker_id, incarnation) is not None
+    async def is_known(self, worker_id: WorkerId) -> bool:
+        """Say whether there is such a holder."""
+        return await self._find(worker_id, "") is not None
 
     async def endpoint(self, worker_id: WorkerId, incarnation: str) -> Endpoint | None:
         """Return where this incarnation said that it serves; None: nobody knows it, or it serves no reads."""

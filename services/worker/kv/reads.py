@@ -64,15 +64,6 @@ class ReadTerms(NamedTuple):
     more_comes: bool = False
 
 
-Place = Callable[[LeaseGranted], tuple[BlockTables, int]]
-"""Returns where the blocks of a lease go and how many of its tokens have room there, at least one block's. Raises
-NoRoomError."""
-
-
-class NoRoomError(Exception):
-    """There is no room any more for what was granted."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReaderSettings:
     """How one reader reads. `carrier`: which one is asked for, or "auto". A read under a lease may take `base_s` and
@@ -172,12 +163,12 @@ class KVReads:
                 ended = replace(latest, read=read)
         return ended
 
-    async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
-        """Read, record it, and return how it ended. `place`: where it goes, if that depends on what is granted."""
+    async def carry_out(self, read: KVRead) -> ReadEnded:
+        """Read, record it, and return how it ended."""
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
         landed, content, ended = None, None, _stopped(read)
         try:
-            async with self._terms(read, span.story, place) as terms:
+            async with self._terms(read, span.story) as terms:
                 content = self._expected(read, terms)
                 try:
                     landed = await self._stream(read, terms, content, span.stats)
@@ -195,8 +186,6 @@ class KVReads:
             ended = ReadEnded(read, outcome, first_token=first_token)
         except NotGrantedError as error:
             ended = ReadEnded(read, ReadOutcome(0), error.end, str(error), error.reason)
-        except NoRoomError:
-            ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, "no room")
         except TransferFailedError as error:
             ended = ReadEnded(read, ReadOutcome(error.num_landed_tokens), error.code, str(error))
         except msgspec.DecodeError as error:
@@ -223,17 +212,20 @@ class KVReads:
             self.on_event(_stopped(read) if task.cancelled() else task.result())
 
     @asynccontextmanager
-    async def _terms(self, read: KVRead, traceparent: str, place: Place | None) -> AsyncGenerator[ReadTerms]:
-        """Hold what allows a read, for as long as it takes. Raises NotGrantedError and NoRoomError."""
+    async def _terms(self, read: KVRead, traceparent: str) -> AsyncGenerator[ReadTerms]:
+        """Hold what allows a read, for as long as it takes. Raises NotGrantedError."""
         lease = read.lease
         if isinstance(lease, KVOffered):
             endpoint = await self._endpoint(read.holder, lease)
             yield ReadTerms(endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
             return
+        if not await self.peers.is_known(read.holder):  # whoever is made up is not waited for
+            raise NotGrantedError(f"nobody knows {read.holder}", end=ReadEnd.UNKNOWN)
         async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
             endpoint = await self._endpoint(read.holder, granted)
-            tables, num_tokens = place(granted) if place is not None else (read.tables, granted.num_tokens)
-            yield ReadTerms(endpoint, granted.ticket, tables, granted.first_token, num_tokens, granted.more_comes)
+            yield ReadTerms(
+                endpoint, granted.ticket, read.tables, granted.first_token, granted.num_tokens, granted.more_comes
+            )
 
     async def _endpoint(self, holder: WorkerId, terms: KVOffered | LeaseGranted) -> Endpoint:
         """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""

@@ -35,6 +35,10 @@ class HolderMetrics:
         if isinstance(reply, Refused):
             self.metrics.inc(names.REFUSALS, what, reply.reason)
 
+    def fenced(self) -> None:
+        """It begins as a new incarnation."""
+        self.metrics.inc(names.FENCES)
+
     def lease_ended(self, lease: Grant) -> None:
         """Count how a lease has ended, and its blocks where they were held for nobody."""
         end = LeaseEnd.CANCELLED if lease.end is None or lease.end is LeaseEnd.UNNEEDED else lease.end
@@ -113,7 +117,3 @@ class WorkerMetrics(HolderMetrics):
     def exposed(self, seconds: float, traceparent: str) -> None:
         """A hand-over landed so long after the prompt was computed."""
         self.metrics.observe(names.EXPOSED, seconds, trace=traceparent)
-
-    def fenced(self) -> None:
-        """It begins as a new incarnation."""
-        self.metrics.inc(names.FENCES)

@@ -106,7 +106,7 @@ def lender(real_world: World, carrier: str) -> Iterator[VllmLender]:
     yield made
     real_world.num_kept_blocks = 0
     made.holder.stop_serving()
-    made.holder.cache.check_integrity()
+    made.holder.memory.check_integrity()
 
 
 @pytest.fixture

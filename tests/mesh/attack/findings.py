@@ -14,7 +14,7 @@ FINDINGS: Mapping[str, tuple[str, ...]] = {
     "a lease's tenant was whatever the asker wrote; hoarded leases": (
         "worker/test_credentials.py", "worker/test_leases.py", "worker/test_lend.py", "plane/test_tenants.py",
     ),
-    "a lying holder was believed": ("worker/test_peers.py", "worker/test_replicas.py", "plane/test_bad_references.py"),
+    "a lying holder was believed": ("worker/test_peers.py", "worker/test_copies.py", "plane/test_bad_references.py"),
     "a paused broker killed the fleet": ("mesh/faults/test_broker_pause.py", "scheduler/test_scheduler_liveness.py"),
     "bodies took the gateway's memory, and came before the key": ("gateway/test_strangers.py", "cli/test_host.py"),
     "files for everybody, special tokens, tickets of another life": (

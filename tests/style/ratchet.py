@@ -1,0 +1,64 @@
+"""`python -m tests.style.ratchet`: the size of the house, which only shrinks. Part of `make check`.
+
+A change that lowers a figure lowers its bound here; one that raises a bound says why in its commit.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PRODUCT = ("schemas", "dataplane", "services")
+LIFE = Path("docs/life-of-a-request.md")
+MANY_CLASSES = 5
+
+BOUNDS = {
+    "functions of a split request": 698,
+    "files of a split request": 115,
+    "lines of the product": 49_961,
+    "Protocols": 47,
+    f"names of public methods on more than {MANY_CLASSES} classes": 38,
+}
+
+
+def measured() -> dict[str, int]:
+    """Return each figure of `BOUNDS`. The first two are those of the committed page, which a test keeps true."""
+    texts = [path.read_text("utf-8") for root in PRODUCT for path in Path(root).rglob("*.py")]
+    classes = [each for text in texts for each in _classes(ast.parse(text))]
+    found = re.search(r"^(\d+) functions in (\d+) files\.$", LIFE.read_text("utf-8"), re.MULTILINE)
+    assert found, f"{LIFE} says how much a split request passes"
+    owners: defaultdict[str, int] = defaultdict(int)
+    for each in classes:
+        for name in _public_methods(each):
+            owners[name] += 1
+    num_lines = sum(text.count("\n") for text in texts)
+    num_protocols = sum(any(ast.unparse(base).startswith("Protocol") for base in each.bases) for each in classes)
+    num_shared = sum(count > MANY_CLASSES for count in owners.values())
+    return dict(zip(BOUNDS, (int(found[1]), int(found[2]), num_lines, num_protocols, num_shared), strict=True))
+
+
+def _classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def _public_methods(each: ast.ClassDef) -> set[str]:
+    functions = (node for node in each.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {node.name for node in functions if not node.name.startswith("_")}
+
+
+def main() -> int:
+    """Print the figures that have moved. Exit code 1 where one has grown."""
+    grown = 0
+    for what, figure in measured().items():
+        if figure > (bound := BOUNDS[what]):
+            grown += 1
+            print(f"{what}: {figure:,}, and were {bound:,}: make it less, or raise the bound and say why in the commit")
+        elif figure < bound:
+            print(f"{what}: {figure:,}, and were {bound:,}: lower the bound in {Path(__file__).name}")
+    return min(1, grown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
