@@ -37,7 +37,8 @@ def run_purge(options: BusOptions, purge: Purge) -> None:
     if sum((purge.stores, bool(purge.holder), purge.tenant is not None, purge.everything)) != 1:
         raise UserError("say what to forget: --store, --holder ID, --tenant NAME or --all, one of them")
     access = access_of(options, mesh_meant(options))
-    forgotten, failures = asyncio.run(_purge(access, purge))
+    with Console(stderr=True).status("waiting until all is forgotten"):
+        forgotten, failures = asyncio.run(_purge(access, purge))
     table = Table("holder", Column("blocks forgotten", justify="right"), box=None, padding=(0, 1, 0, 0))
     for worker_id, num_blocks in sorted(forgotten.items()):
         table.add_row(worker_id, str(num_blocks))

@@ -2,6 +2,9 @@
 
 A file is written beside its place and renamed into it. It is not synced: after a power cut it may be short or empty,
 which its digest finds.
+
+No embedded store: LMDB writes and deletes faster, but a data file that was cut, or a page of its tree that went bad,
+ends the process that reads it; here it costs a block.
 """
 
 import contextlib

@@ -25,6 +25,7 @@ from schemas.ids import LeaseId, WorkerId
 from schemas.kv import PurgeBlocks
 from schemas.message import decode, encode
 from schemas.subjects import Role
+from services.cli.limits import PURGE_TIMEOUT_S
 from tests.mesh.attack.mesh import EVIL, Found, Target
 from tests.mesh.faults.proxy import listening_ports
 from tests.mesh.faults.times import broker_pauses
@@ -177,7 +178,8 @@ async def files_in_the_store(target: Target) -> Found:
     await asyncio.sleep(READS_S)
     for name in target.names("store"):
         async with target.joined(Role.OPERATOR) as operator:
-            answer = await operator.client.request(subjects.PURGE.of(name), encode(PurgeBlocks()), timeout=TIMEOUT_S)
+            question = encode(PurgeBlocks())
+            answer = await operator.client.request(subjects.PURGE.of(name), question, timeout=PURGE_TIMEOUT_S)
             decode(answer.data, *subjects.PURGE.reply)
     found.got += await asyncio.to_thread(_harvest, planted, secret)
     return found
