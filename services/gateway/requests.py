@@ -1,21 +1,43 @@
-"""The shell around `request/core.py`: brings each request what happens, and carries its actions out on the bus.
+"""The shell around `request/core.py`: brings each request what happens, and carries its actions out on the bus. Each
+question brings its answer as an event.
 
 A request's outputs go to a mailbox that the HTTP side empties: one wake-up for all tokens of a bus message. One task
 ticks all live requests.
 """
 
 import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from schemas import subjects
-from schemas.ids import GatewayId, WorkerId
-from schemas.request import AskWanted, AttemptId, TokensEmitted, Wanted
+from schemas.ids import GatewayId, RequestId, WorkerId
+from schemas.observe import KeepTrace
+from schemas.request import (
+    AskProgress,
+    AskWanted,
+    AttemptId,
+    CancelRequest,
+    Placement,
+    PrefillAccepted,
+    RefusalReason,
+    Refused,
+    RequestTokens,
+    ReservationAccepted,
+    ReserveBlocks,
+    RunPrefill,
+    TokensEmitted,
+    Wanted,
+)
+from schemas.subjects import CarriesT, Subject
 from schemas.worker import BlockCounts
-from services.bus.typed import Received, TypedBus
+from services.bus.base import BusError, MessageTooLargeError, NoRespondersError, RequestTimedOutError
+from services.bus.typed import Received, ReplyT, TypedBus
 from services.config import MeshConfig
-from services.gateway.asking import Asker, LiveRequest
 from services.gateway.fleet import Fleet, FleetMessage
-from services.gateway.observe.answer_observer import ChoiceObserver, KeepRate
+from services.gateway.observe.answer_observer import ChoiceSpans, KeepRate
 from services.gateway.observe.story import Stories
 from services.gateway.request.core import Phase, RequestCore
 from services.gateway.request.events import (
@@ -29,12 +51,29 @@ from services.gateway.request.events import (
     FailRequest,
     Finish,
     GatewayStopping,
+    PlaceEvent,
+    PlaceGranted,
+    PlaceRefused,
+    PlaceUnanswered,
+    ProgressAnswered,
+    ProgressOutcome,
     SendCancel,
     SendReserve,
     SendRun,
     Submitted,
+    WorkerAccepted,
+    WorkerRefused,
+    WorkerSilent,
 )
-from services.gateway.request.job import Job
+from services.gateway.request.job import (
+    Job,
+    continue_prompt,
+    place_request,
+    reserve_message,
+    run_message,
+    tokens_received,
+)
+from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
 from services.keep import keep_traces
 from services.presence import Hearing
@@ -42,10 +81,16 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.trust.credentials import TenantSigner
 
+log = logging.getLogger(__name__)
+
+WorkT = TypeVar("WorkT", bound=RunPrefill | ReserveBlocks)
+TakenT = TypeVar("TakenT", bound=PrefillAccepted | ReservationAccepted | Refused)
+
 
 @dataclass
 class Requests:
-    """All requests of one gateway. Tasks of `tasks` ask and publish; handlers are called on the event loop."""
+    """All requests of one gateway. Tasks of `tasks` ask and publish; handlers are called on the event loop. No question
+    outlives its request's deadline."""
 
     config: MeshConfig
     signer: TenantSigner
@@ -57,7 +102,7 @@ class Requests:
     """Attempts that went on with an answer."""
     num_progress_asked: int = 0
     """Questions to workers that had been quiet."""
-    _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
+    _live: dict[RequestId, LiveRequest] = field(default_factory=dict[RequestId, LiveRequest])
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _keep_rate: KeepRate = field(default_factory=KeepRate)
     _is_ticking: bool = False
@@ -65,9 +110,9 @@ class Requests:
     def __post_init__(self) -> None:
         self._idle.set()
         self._hearing = Hearing(self.config.times.presence)
-        self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway)
+        self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway, self._live)
+        self._spans = ChoiceSpans(self.telemetry)
         self._fleet = Fleet(self._hearing, self.config)
-        self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self._hearing, self.handle)
 
     async def listen(self) -> None:
         """Subscribe to all that a gateway hears, and serve all that it answers. Raises BusError."""
@@ -88,13 +133,11 @@ class Requests:
         core = RequestCore(
             job.request_id, job.sampling.max_tokens, self.config, self._hearing, must_split=job.must_split
         )
-        observer = ChoiceObserver(self.telemetry, job, core)
-        proof = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms)
-        live = self._live[job.request_id] = LiveRequest(
-            job, choice, mailbox, core, observer, job.prompt, now_ms(), proof
-        )
+        proof, now = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms), now_ms()
+        live = LiveRequest(job, choice, mailbox, core, job.prompt, proof, now, Told("placing", now))
+        self._live[job.request_id] = live
         self._idle.clear()
-        self._stories.begin(job, core)
+        self._stories.begin(live)
         if not self._is_ticking:
             self._is_ticking = True
             self.tasks.create_task(self._tick(), name="watch over requests")
@@ -105,7 +148,7 @@ class Requests:
 
     def handle(self, live: LiveRequest, event: Event) -> None:
         """Tell a request what has happened, and do what it decides."""
-        self._carry_out(live, live.core.handle(event, now_ms()))
+        self._carry_out(live, event, live.core.handle(event, now_ms()))
 
     def keep_trace(self, trace_id: str, reason: str) -> bool:
         """Have everybody export what there is of a trace that was not sampled. False: there are too many such traces
@@ -113,7 +156,8 @@ class Requests:
         if not self._keep_rate.allows_one_more():
             return False
         self.telemetry.keep(trace_id)
-        self._asker.keep(trace_id, reason)
+        message = KeepTrace(trace_id=trace_id, reason=reason)
+        self.tasks.create_task(self._keep(message), name=f"keep {trace_id}")
         return True
 
     def stop_all(self) -> None:
@@ -151,9 +195,19 @@ class Requests:
         worker_id = received.message.worker_id
         self._hearing.hear(now_ms())
         for share in received.message.requests:
-            live = self._live.get(share.request_id)
+            live = self._live.get(RequestId(share.request_id))
             if live is not None:
-                self._asker.receive(live, worker_id, share)
+                self._receive(live, worker_id, share)
+
+    def _receive(self, live: LiveRequest, worker_id: WorkerId, share: RequestTokens) -> None:
+        """Bring a request its share of a worker's message. What is malformed is counted and dropped."""
+        try:
+            event = tokens_received(live.job, worker_id, share)
+        except ValueError as error:
+            self.bus.drop("malformed")
+            log.warning("dropped tokens of %s from %s: %s", share.request_id, worker_id, error)
+            return
+        self.handle(live, event)
 
     def _on_fleet(self, received: Received[FleetMessage]) -> None:
         time_ms = now_ms()
@@ -178,28 +232,42 @@ class Requests:
             await asyncio.sleep(self.config.times.gateway.tick_s)
             time_ms = now_ms()
             for live in [live for live in self._live.values() if live.core.wake_ms <= time_ms]:
-                self._carry_out(live, live.core.tick(time_ms))
+                self._carry_out(live, None, live.core.tick(time_ms))
         self._is_ticking = False
 
-    def _carry_out(self, live: LiveRequest, actions: list[Action]) -> None:
-        self._stories.go_on(live.job.request_id, actions)
+    def _carry_out(self, live: LiveRequest, event: Event | None, actions: Sequence[Action]) -> None:
+        """Do what was decided on an event (None: the time passed), and have it seen."""
         for action in actions:
             match action:
                 case Deliver():
-                    live.observer.goes_on()
                     live.mailbox.put(live.choice, action)
                 case Finish() | FailRequest() | Abandon():
                     self._forget(live)
                     live.mailbox.put(live.choice, action)
-                case SendRun():
-                    self.num_resumes += action.num_answered > 0
-                    self._asker.send(live, action)
-                case AskWorker():
-                    self.num_progress_asked += 1
-                    self._asker.send(live, action)
-                case AskPlacement() | SendReserve() | SendCancel():
-                    live.observer.is_moved()
-                    self._asker.send(live, action)
+                case _:
+                    self._send(live, action)
+        self._spans.saw(live, event, actions)
+        self._stories.saw(live, actions)
+
+    def _send(self, live: LiveRequest, action: AskPlacement | SendRun | SendReserve | AskWorker | SendCancel) -> None:
+        """Ask what a request is to ask, and send what it is to send, in a task."""
+        job = live.job
+        match action:
+            case AskPlacement():
+                name, work = "place", self._place(live, action)
+            case SendRun():
+                self.num_resumes += action.num_answered > 0
+                message = run_message(job, live.proof, self.gateway_id, action, live.prompt)
+                name, work = "run", self._dispatch(live, subjects.RUN, action.prefill_worker, message)
+            case SendReserve():
+                message = reserve_message(job, live.proof, self.gateway_id, action, live.prompt)
+                name, work = "reserve", self._dispatch(live, subjects.RESERVE, action.decode_worker, message)
+            case AskWorker():
+                self.num_progress_asked += 1
+                name, work = "progress", self._progress(live, action)
+            case SendCancel():
+                name, work = "cancel", self._cancel(job, action)
+        self.tasks.create_task(work, name=f"{name} {job.request_id}")
 
     def _forget(self, live: LiveRequest) -> None:
         if live.timer is not None:
@@ -207,3 +275,103 @@ class Requests:
         self._live.pop(live.job.request_id, None)
         if not self._live:
             self._idle.set()
+
+    # On behalf of a request.
+
+    async def _place(self, live: LiveRequest, action: AskPlacement) -> None:
+        job = live.job
+        live.prompt = prompt = await continue_prompt(job, live.core.tokens[: action.num_answered])
+        request = place_request(job, action, prompt)
+        event: PlaceEvent
+        try:
+            reply = await self._ask(live, subjects.PLACE, (), request, self.config.times.gateway.place_timeout_s)
+        except MessageTooLargeError as error:
+            event = PlaceRefused(action.attempt, RefusalReason.TOO_LONG, error.reason, 0)
+        except BusError as error:
+            event = PlaceUnanswered(action.attempt, error.reason)
+        else:
+            if isinstance(reply, Placement):
+                event = PlaceGranted(action.attempt, reply)
+            else:
+                event = PlaceRefused(action.attempt, reply.reason, reply.detail, reply.retry_after_ms)
+        self.handle(live, event)
+
+    async def _dispatch(
+        self, live: LiveRequest, subject: Subject[WorkT, TakenT], worker_id: WorkerId, message: WorkT
+    ) -> None:
+        """Send an attempt to a worker, and tell the request whether it has been taken."""
+        try:
+            reply = await self._ask(live, subject, (worker_id,), message, self.config.gateway.accept_timeout_s)
+        except BusError as error:
+            if isinstance(error, MessageTooLargeError):  # no worker can be told
+                refused = WorkerRefused(message.attempt, worker_id, RefusalReason.TOO_LONG, error.reason, 0)
+                self.handle(live, refused)
+                return
+            # A plain BusError is a reply that cannot be read: it may have been a yes, like one that is late.
+            may_have_taken = isinstance(error, RequestTimedOutError) or type(error) is BusError
+            self.handle(live, WorkerSilent(message.attempt, worker_id, error.reason, may_have_taken))
+            return
+        if isinstance(reply, Refused):
+            refused = WorkerRefused(message.attempt, worker_id, reply.reason, reply.detail, reply.retry_after_ms)
+            self.handle(live, refused)
+        else:
+            accepted_ns = reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0
+            self.handle(live, WorkerAccepted(message.attempt, worker_id, accepted_ns))
+
+    async def _progress(self, live: LiveRequest, action: AskWorker) -> None:
+        job, worker_id = live.job, action.worker_id
+        question = AskProgress(
+            request_id=job.request_id, attempt=action.attempt, deadline_ms=job.deadline_ms, index=action.index
+        )
+        timeout_s = self.config.gateway.progress_after_ms / 1000
+        share: RequestTokens | None = None
+        is_waiting = False
+        try:
+            reply = await self._ask(live, subjects.PROGRESS, (worker_id,), question, timeout_s)
+        except NoRespondersError:
+            outcome = ProgressOutcome.UNSERVED
+        except BusError:
+            outcome = ProgressOutcome.UNANSWERED
+        else:
+            outcome = ProgressOutcome.KNOWN if reply.known else ProgressOutcome.UNKNOWN
+            share, is_waiting = reply.tokens, reply.is_waiting
+        if share is not None and (share.request_id, share.attempt) == (job.request_id, action.attempt):
+            self._receive(live, worker_id, share)
+        self.handle(live, ProgressAnswered(action.attempt, worker_id, outcome, is_waiting))
+
+    async def _cancel(self, job: Job, action: SendCancel) -> None:
+        """Tell all workers to let go of an attempt. Where that fails their own deadlines free the blocks."""
+        message = CancelRequest(
+            request_id=job.request_id,
+            attempt=action.attempt,
+            deadline_ms=job.deadline_ms,
+            reason=action.reason,
+            end=action.end,
+        )
+        try:
+            await self.bus.publish(subjects.CANCEL, (job.request_id,), message, job.trace)
+        except BusError as error:
+            log.warning("cannot cancel %s: %s", job.request_id, error)
+
+    async def _keep(self, message: KeepTrace) -> None:
+        with contextlib.suppress(BusError):
+            await self.bus.publish(subjects.KEEP, (message.trace_id,), message)
+
+    async def _ask(
+        self,
+        live: LiveRequest,
+        subject: Subject[CarriesT, ReplyT],
+        ids: tuple[str, ...],
+        message: CarriesT,
+        timeout_s: float,
+    ) -> ReplyT:
+        """Ask on behalf of a request, for no longer than it has. Raises BusError."""
+        job = live.job
+        left_s = (job.deadline_ms - now_ms()) / 1000
+        try:
+            reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), job.trace)
+        except NoRespondersError:
+            self._hearing.hear(now_ms())
+            raise
+        self._hearing.hear(now_ms())
+        return reply

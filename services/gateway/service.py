@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,15 +18,12 @@ from services.engine.tokenizer import read_tokenizer
 from services.errors import CheckpointError, UserError
 from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
-from services.gateway.api.routes import Gateway, GatewayApp
+from services.gateway.api.routes import Gateway, GatewayApp, make_gateway
 from services.gateway.api.text import codec_of
 from services.gateway.api.tools.formats import format_of
-from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.requests import Requests
 from services.gateway.server import Server, connections_for, tls_context
 from services.metrics import Metrics
 from services.telemetry import Telemetry
-from services.trust.credentials import signer_of
 
 
 async def run_gateway(
@@ -48,27 +44,17 @@ async def run_gateway(
 
     Raises UserError for a certificate that cannot be used, too few descriptors, or no tenant seed.
     """
-    signer, times = signer_of(config), config.times.gateway
+    times = config.times.gateway
     connections = connections_for(config.gateway.max_connections, times)
     tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
     gateway_id = gateway_id or GatewayId(new_id("gateway"))
-    metrics = metrics or Metrics()
-    bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
+    bus = TypedBus(connection, "gateway", metrics or Metrics(), {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config, signer, gateway_id, bus, telemetry, tasks)
-        gateway = Gateway(
-            config=config,
-            model=model,
-            requests=requests,
-            telemetry=telemetry,
-            metrics=GatewayMetrics(metrics, model.name, requests),
-            bus=bus,
-            started_s=int(time.time()),
-        )
+        gateway = make_gateway(config, model, gateway_id, bus, telemetry, tasks)
         hosts = (config.gateway.host, *config.gateway.hosts)
         server = Server(HostGuard(GatewayApp(gateway), hosts, times.linger_s), connections, tls)
         await bus.announce("serves the OpenAI API, and owns each request until its end")
-        await requests.listen()
+        await gateway.requests.listen()
         await connection.flush()
         serving = tasks.create_task(server.serve([sock]), name="http server")
         await server.ready.wait()

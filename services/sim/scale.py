@@ -259,7 +259,7 @@ class ScaleWorld(World):
                 if isinstance(output, Deliver):
                     if seen.first_s is None:
                         seen.first_s = self.clock.now_s + lag_s()
-                        seen.place_s = (live.observer.placed_ns - BOOT_NS) / 1e9 - seen.asked_s
+                        seen.place_s = (live.times.placed_ns - BOOT_NS) / 1e9 - seen.asked_s
                     seen.num_tokens += len(output.tokens)
                 else:
                     seen.ended_s = self.clock.now_s

@@ -27,6 +27,8 @@ from services.gateway.observe.story import Stories
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
+from services.gateway.request.live import LiveRequest, Told
+from services.gateway.request.mailbox import Mailbox
 from services.presence import Hearing
 from services.runtime import now_ms
 from services.times import GatewayTimes, PresenceTimes
@@ -173,21 +175,24 @@ async def job_of(request_id: str) -> Job:
     )  # fmt: skip
 
 
-def core_of(request_id: str) -> RequestCore:
-    return RequestCore(RequestId(request_id), 4, MeshConfig(), Hearing(PresenceTimes()))
+async def live_of(request_id: str) -> LiveRequest:
+    job, now = await job_of(request_id), now_ms()
+    core = RequestCore(job.request_id, 4, MeshConfig(), Hearing(PresenceTimes()))
+    return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", now, Told("placing", now))
 
 
 async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:
     broker = MemoryBroker()
     async with asyncio.TaskGroup() as tasks:
         buses = [TypedBus(MemoryBus(broker), "gateway") for _ in range(3)]
-        gateways = [Stories(GatewayId(f"g{n}"), bus, tasks, GatewayTimes()) for n, bus in enumerate(buses)]
+        live = await live_of("req-1")
+        known = [{}, {live.job.request_id: live}, {}]
+        gateways = [Stories(GatewayId(f"g{n}"), bus, tasks, GatewayTimes(), known[n]) for n, bus in enumerate(buses)]
         for gateway in gateways:
             bus, me = gateway.bus, gateway.gateway_id
             await bus.serve(tasks, subjects.REQUEST_STATUS, ("*",), gateway.on_status)
             await bus.serve(tasks, subjects.REQUEST_SOUGHT, ("*",), gateway.on_sought, queue=me)
-        job = await job_of("req-1")
-        gateways[1].begin(job, core_of(job.request_id))
+        gateways[1].begin(live)
         client = MemoryBus(broker)
         for _ in range(6):  # a queue group takes turns: each is asked twice
             reply = await client.request(subjects.REQUEST_STATUS.of("req-1"), b"", {}, ASK_S)
@@ -202,27 +207,24 @@ async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest
     broker = MemoryBroker()
     connection, ear = MemoryBus(broker), await MemoryBus(broker).subscribe("mesh.>")
     async with asyncio.TaskGroup() as tasks:
-        stories = Stories(GatewayId("g"), TypedBus(connection, "gateway"), tasks, GatewayTimes())
+        stories = Stories(GatewayId("g"), TypedBus(connection, "gateway"), tasks, GatewayTimes(), {})
         connection.is_connected = False
         for number in range(8):
-            stories.begin(await job_of(f"req-{number}"), core_of(RequestId(f"req-{number}")))
+            stories.begin(live := await live_of(f"req-{number}"))
         await until(lambda: stories.num_dropped == 3)
         connection.is_connected = True
-        stories.go_on(RequestId("req-7"), [Finish("stop")])
+        stories.saw(live, [Finish("stop")])
         await until(lambda: ear.inbox.qsize() == 6)
-        stories.go_on(RequestId("req-7"), [Finish("stop")])  # one end each
-        await asyncio.sleep(0)
-    assert ear.inbox.qsize() == 6
 
 
 async def test_what_has_ended_is_known_for_a_while_and_so_many_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ENDED", 2)
     async with asyncio.TaskGroup() as tasks:
-        stories = Stories(GatewayId("g"), TypedBus(MemoryBus(), "gateway"), tasks, GatewayTimes())
+        stories = Stories(GatewayId("g"), TypedBus(MemoryBus(), "gateway"), tasks, GatewayTimes(), {})
         for number in range(3):
-            job = await job_of(f"req-{number}")
-            stories.begin(job, core_of(job.request_id))
-            stories.go_on(job.request_id, [Finish("length")])
+            live = await live_of(f"req-{number}")
+            stories.begin(live)
+            stories.saw(live, [Finish("length")])
         known = [stories.describe(RequestId(f"req-{number}")) for number in range(3)]
         assert [described and described.phase for described in known] == [None, "finished", "finished"]
         stories.times = GatewayTimes(ended_kept_ms=-1)

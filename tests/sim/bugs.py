@@ -592,14 +592,14 @@ def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a dispatch ends with the reply and not with the worker's acceptance")
 def dispatch_counts_its_way_back(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.observe.answer_observer import ChoiceObserver
+    from services.gateway.observe.answer_observer import ChoiceSpans
 
-    dispatched = ChoiceObserver.dispatched
+    answered = ChoiceSpans._answered  # pyright: ignore[reportPrivateUsage]
 
-    def untold(self: Any, sent: Any, accepted_ns: int = 0, error: str = "") -> None:
-        dispatched(self, sent, 0, error)
+    def untold(self: Any, live: Any, attempt: Any, worker_id: Any, accepted_ns: int = 0, error: str = "") -> None:
+        answered(self, live, attempt, worker_id, 0, error)
 
-    patch.setattr(ChoiceObserver, "dispatched", untold)
+    patch.setattr(ChoiceSpans, "_answered", untold)
 
 
 @bug("a step is linked to a span that is called otherwise")

@@ -16,10 +16,10 @@ MANY_CLASSES = 5
 
 BOUNDS = {
     "functions of a split request": 698,
-    "files of a split request": 115,
-    "lines of the product": 49_961,
+    "files of a split request": 114,
+    "lines of the product": 49_947,
     "Protocols": 47,
-    f"names of public methods on more than {MANY_CLASSES} classes": 38,
+    f"names of public methods on more than {MANY_CLASSES} classes": 37,
 }
 
 

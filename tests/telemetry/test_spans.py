@@ -29,13 +29,15 @@ from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
 from services.gateway.limits import MAX_KEEPS_PER_S
-from services.gateway.observe.answer_observer import AnswerObserver, ChoiceObserver, KeepRate
+from services.gateway.observe.answer_observer import AnswerObserver, ChoiceSpans, KeepRate
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
 from services.gateway.request.answer_usage import AnswerUsage, PromptSources
 from services.gateway.request.core import RequestCore
-from services.gateway.request.events import PlaceGranted
+from services.gateway.request.events import PlaceGranted, Submitted
 from services.gateway.request.job import BlockKey, Job, PackedPrompt
+from services.gateway.request.live import LiveRequest, Told
+from services.gateway.request.mailbox import Mailbox
 from services.metrics import Metrics
 from services.prefill.core import PrefillAttempt, PrefillCore
 from services.presence import Hearing
@@ -93,12 +95,13 @@ def observer_of(made: Telemetry, metrics: Metrics, keep: Callable[[str, str], bo
     return AnswerObserver(RequestId("req-1"), ROUTE, "", GatewayMetrics(metrics, "m", Nothing()), made, keep)
 
 
-def choice_of(made: Telemetry, trace: str) -> ChoiceObserver:
+def choice_of(trace: str) -> LiveRequest:
     job = Job(
         request_id=RequestId("req-1"), prompt=PackedPrompt(pack_tokens([1, 2, 3]), b"", 3), deadline_ms=1,
         key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
     )  # fmt: skip
-    return ChoiceObserver(made, job, RequestCore(job.request_id, 100, MeshConfig(), Hearing(PresenceTimes())))
+    core = RequestCore(job.request_id, 100, MeshConfig(), Hearing(PresenceTimes()))
+    return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", 0, Told("placing", 0))
 
 
 def served(num_retries: int = 0) -> AnswerUsage:
@@ -313,10 +316,10 @@ def test_the_parts_of_a_time_to_first_token_are_spans_and_metrics() -> None:
     made, spans = telemetry()
     metrics = Metrics()
     observer = observer_of(made, metrics, lambda trace_id, reason: False)
-    choice = choice_of(made, observer.trace)
-    choice.asks(1)
-    choice.placed(PlaceGranted(1, placement(WorkerId("p1"), WorkerId("d1"))), choice.asked_ns)
-    at_ns = made.clock.date_ns(choice.placed_ns)
+    choice, seen = choice_of(observer.trace), ChoiceSpans(made)
+    for event in (Submitted(), PlaceGranted(1, placement(WorkerId("p1"), WorkerId("d1")))):
+        seen.saw(choice, event, choice.core.handle(event, 0))
+    at_ns = made.clock.date_ns(choice.times.placed_ns)
     times = FirstTokenTimes(accepted_ns=at_ns, first_step_ns=at_ns, computed_ns=at_ns)
     choice.core.prefill_report = TransferReport(is_prefill=True, first_token=times)
     observer.wrote([choice, choice])

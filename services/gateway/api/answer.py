@@ -21,11 +21,11 @@ from services.gateway.api.replies import (
     usage_of,
 )
 from services.gateway.api.styles import Style
-from services.gateway.asking import LiveRequest
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.request.answer_usage import AnswerUsage, answer_usage
 from services.gateway.request.events import Abandon, ClientGone, Deliver, FailRequest, Finish, Output, StopMatched
 from services.gateway.request.job import Job
+from services.gateway.request.live import LiveRequest
 from services.gateway.request.mailbox import Mailbox
 from services.gateway.requests import Requests
 from services.times import GatewayTimes
@@ -113,7 +113,7 @@ class Answer:
                         self._outcome, self._error = "client_gone", reason
                         return
             await self._write_events(send, events)
-            self._observer.wrote([self._lives[n].observer for n, output in items if isinstance(output, Deliver)])
+            self._observer.wrote([self._lives[n] for n, output in items if isinstance(output, Deliver)])
         await (self._end_stream(send) if self._call.options.stream else self._write_whole(send))
 
     async def _take_or_comment(self, send: Send) -> list[tuple[int, Output]]:

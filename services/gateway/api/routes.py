@@ -1,5 +1,6 @@
 """The HTTP surface: routes, health, and errors in OpenAI's shape."""
 
+import asyncio
 import contextlib
 import functools
 import importlib.metadata
@@ -21,7 +22,7 @@ from litestar.response import Redirect
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from schemas.ids import RequestId, new_id
+from schemas.ids import GatewayId, RequestId, new_id
 from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
@@ -72,6 +73,7 @@ from services.metric_names import REQUESTS
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.times import GatewayTimes
+from services.trust.credentials import signer_of
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,27 @@ class Gateway:
     @property
     def times(self) -> GatewayTimes:
         return self.config.times.gateway
+
+
+def make_gateway(
+    config: MeshConfig,
+    model: GatewayModel,
+    gateway_id: GatewayId,
+    bus: TypedBus,
+    telemetry: Telemetry,
+    tasks: asyncio.TaskGroup,
+) -> Gateway:
+    """Return a gateway that does not listen yet. Raises UserError where there is no tenant seed."""
+    requests = Requests(config, signer_of(config), gateway_id, bus, telemetry, tasks)
+    return Gateway(
+        config=config,
+        model=model,
+        requests=requests,
+        telemetry=telemetry,
+        metrics=GatewayMetrics(bus.metrics, model.name, requests),
+        bus=bus,
+        started_s=int(time.time()),
+    )
 
 
 _OF_BODIES = (400, 404, 408, 413, 415)

@@ -1,13 +1,12 @@
 """Records the spans and metrics of an HTTP request: it hears of each moment once.
 
-An answer has one `AnswerObserver`, and a `ChoiceObserver` for each of its choices. Times are ns and
-seconds by the monotonic clock.
+An answer has one `AnswerObserver`; the steps of its choices are seen by `ChoiceSpans`. Times are ns and seconds by the
+monotonic clock.
 """
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,58 +17,78 @@ from services.gateway import limits
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
 from services.gateway.request.answer_usage import AnswerUsage
-from services.gateway.request.core import RequestCore
-from services.gateway.request.events import PlaceEvent, PlaceGranted, PlaceRefused, PlaceUnanswered
-from services.gateway.request.job import Job
+from services.gateway.request.events import (
+    Action,
+    AskPlacement,
+    Deliver,
+    Event,
+    PlaceEvent,
+    PlaceGranted,
+    PlaceRefused,
+    PlaceUnanswered,
+    SendCancel,
+    SendReserve,
+    SendRun,
+    WorkerAccepted,
+    WorkerRefused,
+    WorkerSilent,
+)
+from services.gateway.request.live import Dispatch, LiveRequest, RequestTimes
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled, trace_id_of
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 """Routes as the semantic conventions call them."""
 
 
-class Dispatch(NamedTuple):
-    """An attempt that was sent to a worker."""
-
-    attempt: int
-    role: str
-    worker_id: WorkerId
-    sent_ns: int
-
-
 @dataclass(slots=True)
-class ChoiceObserver:
-    """Is told what happens to one choice's attempts."""
+class ChoiceSpans:
+    """Records the spans of choices: it sees each step of their cores. What it needs of one stands in its `times`."""
 
     telemetry: Telemetry
-    job: Job
-    core: RequestCore
-    submitted_ns: int = field(default_factory=lambda: time.monotonic_ns())
-    attempt: int = 0
-    asked_ns: int = 0
-    """When the attempt under way was to be placed."""
-    placed_ns: int = 0
-    """When the attempt under way was placed."""
-    written_s: float = 0.0
-    """When tokens were last written to the client."""
-    _moved: tuple[WorkerId, int] | None = None
-    """Who has given the answer away that has not gone on yet, and when."""
-    _answered: set[str] = field(default_factory=set[str])
-    """The roles whose workers are known to have taken the attempt under way, or not."""
 
-    def asks(self, attempt: int) -> int:
-        """The attempt is to be placed, perhaps once more. Return the present time."""
-        now_ns = time.monotonic_ns() if attempt > 1 or self.attempt else self.submitted_ns
-        if attempt != self.attempt:
-            self.attempt, self.asked_ns, self._answered = attempt, now_ns, set()
-        return now_ns
+    def saw(self, live: LiveRequest, event: Event | None, actions: Sequence[Action]) -> None:
+        """See one step: what has happened (None: time has passed), and what was decided on it."""
+        match event:
+            case PlaceGranted() | PlaceRefused() | PlaceUnanswered():
+                self._placed(live, event)
+            case WorkerAccepted(attempt=attempt, worker_id=worker_id, accepted_ns=accepted_ns):
+                self._answered(live, attempt, worker_id, accepted_ns and self.telemetry.clock.at_ns(accepted_ns))
+            case WorkerRefused(attempt=attempt, worker_id=worker_id, reason=error):
+                self._answered(live, attempt, worker_id, error=error)
+            case WorkerSilent(attempt=attempt, worker_id=worker_id, detail=error):
+                self._answered(live, attempt, worker_id, error=error)
+            case _:
+                pass
+        times = live.times
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._goes_on(live)
+                case SendRun(attempt=attempt, prefill_worker=worker_id):
+                    times.sent[attempt, worker_id] = Dispatch("prefill", times.placed_ns)
+                case SendReserve(attempt=attempt, decode_worker=worker_id):
+                    times.sent[attempt, worker_id] = Dispatch("decode", times.placed_ns)
+                case SendCancel() | AskPlacement():
+                    if live.core.moved_by is not None and times.moved is None:
+                        times.moved = live.core.moved_by, time.monotonic_ns()
+                    if isinstance(action, AskPlacement):
+                        self._asks(times, action.attempt)
+                case _:
+                    pass
 
-    def placed(self, event: PlaceEvent, asked_ns: int) -> None:
-        """A scheduler has answered what it was asked at `asked_ns`, or has not."""
+    def _asks(self, times: RequestTimes, attempt: int) -> None:
+        """The attempt is to be placed, perhaps once more."""
+        times.asked_again_ns = time.monotonic_ns() if times.attempt else times.submitted_ns
+        if attempt != times.attempt:
+            times.attempt, times.asked_ns = attempt, times.asked_again_ns
+
+    def _placed(self, live: LiveRequest, event: PlaceEvent) -> None:
+        """A scheduler has answered, or has not."""
         now_ns, error = time.monotonic_ns(), ""
-        attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: self.job.request_id, Key.ATTEMPT: event.attempt}
+        attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: live.job.request_id, Key.ATTEMPT: event.attempt}
         match event:
             case PlaceGranted(placement=placement):
-                self.placed_ns = now_ns
+                live.times.placed_ns = now_ns
                 attributes[Key.PREFILL_WORKER] = placement.prefill_worker
                 attributes[Key.DECODE_WORKER] = placement.decode_worker or ""
                 attributes[Key.SOURCES] = ", ".join(
@@ -83,58 +102,54 @@ class ChoiceObserver:
                 error = event.reason
             case PlaceUnanswered():
                 error = event.detail
-        self.telemetry.record(SpanName.PLACE, self.job.trace, (asked_ns, now_ns), attributes, error=error)
+        span_ns = (live.times.asked_again_ns, now_ns)
+        self.telemetry.record(SpanName.PLACE, live.job.trace, span_ns, attributes, error=error)
 
-    def dispatched(self, sent: Dispatch, accepted_ns: int = 0, error: str = "") -> None:
-        """A worker has taken an attempt, at this time by the gateway's clock (0: unknown), or has not."""
-        if sent.attempt == self.attempt:
-            if sent.role in self._answered:
-                return  # its first token came before its reply
-            self._answered.add(sent.role)
+    def _answered(
+        self, live: LiveRequest, attempt: int, worker_id: WorkerId, accepted_ns: int = 0, error: str = ""
+    ) -> None:
+        """A worker has taken an attempt, at this time by the gateway's clock (0: unknown), or has not. Its first token
+        may have come before its reply."""
+        if (sent := live.times.sent.pop((attempt, worker_id), None)) is None:
+            return
         now_ns = time.monotonic_ns()
         attributes: dict[str, AttributeValue] = {
-            Key.REQUEST_ID: self.job.request_id,
-            Key.ATTEMPT: sent.attempt,
-            Key.WORKER: sent.worker_id,
+            Key.REQUEST_ID: live.job.request_id,
+            Key.ATTEMPT: attempt,
+            Key.WORKER: worker_id,
             Key.ROLE: sent.role,
         }
         span_ns = (sent.sent_ns, min(max(accepted_ns, sent.sent_ns), now_ns) if accepted_ns else now_ns)
-        self.telemetry.record(SpanName.DISPATCH, self.job.trace, span_ns, attributes, error=error)
+        self.telemetry.record(SpanName.DISPATCH, live.job.trace, span_ns, attributes, error=error)
 
-    def is_moved(self) -> None:
-        """An attempt begins, perhaps because a worker has given the one before away."""
-        if self.core.moved_by is not None and self._moved is None:
-            self._moved = (self.core.moved_by, time.monotonic_ns())
-
-    def goes_on(self) -> None:
+    def _goes_on(self, live: LiveRequest) -> None:
         """Tokens are here: an answer that was given away has moved."""
-        if self._moved is None:
+        if live.times.moved is None:
             return
-        (worker_id, moved_ns), self._moved = self._moved, None
+        (worker_id, moved_ns), live.times.moved = live.times.moved, None
         attributes: dict[str, AttributeValue] = {
-            Key.REQUEST_ID: self.job.request_id,
-            Key.ATTEMPT: self.core.attempt,
+            Key.REQUEST_ID: live.job.request_id,
+            Key.ATTEMPT: live.core.attempt,
             Key.WORKER: worker_id,
-            Key.DECODE_WORKER: self.core.decode_worker or self.core.prefill_worker or "",
+            Key.DECODE_WORKER: live.core.decode_worker or live.core.prefill_worker or "",
         }
-        self.telemetry.record(SpanName.MOVE, self.job.trace, (moved_ns, time.monotonic_ns()), attributes)
+        self.telemetry.record(SpanName.MOVE, live.job.trace, (moved_ns, time.monotonic_ns()), attributes)
 
-    def first_token(self, read_ns: int) -> dict[str, float]:
+    def first_token(self, live: LiveRequest, read_ns: int) -> dict[str, float]:
         """Token 0 was written just now. Return the parts of the TTFT in seconds; none where its worker sent no times.
 
         `read_ns`: when the request's body had been read.
         """
-        written_ns, core = time.monotonic_ns(), self.core
+        written_ns, core, times = time.monotonic_ns(), live.core, live.times
         reports = (core.prefill_report, core.report)
-        times = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
-        fitted = fit_clock(self._undated(times), self.placed_ns, written_ns) if times else None
-        if fitted is not None:
-            worker_id = core.prefill_worker or WorkerId("")
-            self.dispatched(Dispatch(self.attempt, "prefill", worker_id, self.placed_ns), fitted.accepted_ns)
-        attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: self.job.request_id, Key.ATTEMPT: self.attempt}
+        told = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
+        fitted = fit_clock(self._undated(told), times.placed_ns, written_ns) if told else None
+        if fitted is not None and core.prefill_worker is not None:
+            self._answered(live, times.attempt, core.prefill_worker, fitted.accepted_ns)
+        attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: live.job.request_id, Key.ATTEMPT: times.attempt}
         started_ns = fitted.computed_ns if fitted else written_ns
-        self.telemetry.record(SpanName.FIRST_TOKEN, self.job.trace, (started_ns, written_ns), attributes)
-        seen = Milestones(read_ns, self.submitted_ns, self.asked_ns, self.placed_ns, written_ns)
+        self.telemetry.record(SpanName.FIRST_TOKEN, live.job.trace, (started_ns, written_ns), attributes)
+        seen = Milestones(read_ns, times.submitted_ns, times.asked_ns, times.placed_ns, written_ns)
         return ttft_parts(seen, fitted) if fitted else {}
 
     def _undated(self, times: FirstTokenTimes) -> FirstTokenTimes:
@@ -168,6 +183,7 @@ class AnswerObserver:
         self._model = metrics.model
         self._gen_ai = (OPERATIONS[route], names.PROVIDER, metrics.model)
         self._config = telemetry.config
+        self._spans = ChoiceSpans(telemetry)
         self._keep = keep
         self._read_s = time.monotonic()
         self._last_written_s = 0.0
@@ -193,17 +209,17 @@ class AnswerObserver:
         self._root.attributes[Key.MODEL] = self._model
         self._tokenize.end({Key.NUM_TOKENS: num_prompt_tokens})
 
-    def wrote(self, choices: Iterable[ChoiceObserver]) -> None:
+    def wrote(self, choices: Iterable[LiveRequest]) -> None:
         """Tokens of these choices were written just now, all at once."""
         now_s = time.monotonic()
         for choice in choices:
-            if 0.0 < choice.written_s < now_s:
-                self._metrics.observe(names.ITL, now_s - choice.written_s)
-            choice.written_s = self._last_written_s = now_s
+            if 0.0 < choice.times.written_s < now_s:
+                self._metrics.observe(names.ITL, now_s - choice.times.written_s)
+            choice.times.written_s = self._last_written_s = now_s
             if self._ttft_s is None:
                 self._ttft_s = now_s - self._read_s
                 self._metrics.observe(names.TTFT, self._ttft_s, *self._gen_ai, trace=self.trace)
-                for part, seconds in choice.first_token(self._root.start_ns).items():
+                for part, seconds in self._spans.first_token(choice, self._root.start_ns).items():
                     self._root.attributes[f"{Key.TTFT_PART}.{part}_ms"] = seconds * 1000
                     self._metrics.observe(names.TTFT_PART, seconds, part, trace=self.trace)
 

@@ -7,6 +7,7 @@ them are kept. Every story has one beginning and one end.
 import asyncio
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
@@ -34,6 +35,7 @@ from services.gateway import limits
 from services.gateway.request.core import Phase, RequestCore
 from services.gateway.request.events import Abandon, Action, Deliver, FailRequest, Finish, SendRun
 from services.gateway.request.job import Job
+from services.gateway.request.live import LiveRequest
 from services.runtime import now_ms
 from services.times import GatewayTimes
 
@@ -59,29 +61,16 @@ class _Unsent(NamedTuple):
     trace: str
 
 
-@dataclass(slots=True)
-class RequestStory:
-    """How much of one request's story has been published."""
-
-    job: Job
-    core: RequestCore
-    accepted_ms: int
-    phase: RequestPhase = "placing"
-    phase_ms: int = 0
-    attempt: int = 1
-    detail: str = ""
-
-
 @dataclass
 class Stories:
-    """All requests of one gateway, as people see them. Those that have ended are known for a while."""
+    """All requests of one gateway, as people see them: those that are `live`, and for a while those that have ended."""
 
     gateway_id: GatewayId
     bus: TypedBus
     tasks: asyncio.TaskGroup
     times: GatewayTimes
+    live: Mapping[RequestId, LiveRequest]
     num_dropped: int = 0
-    _stories: dict[RequestId, RequestStory] = field(default_factory=dict[RequestId, RequestStory])
     _ended: OrderedDict[RequestId, tuple[int, RequestDescribed]] = field(
         default_factory=OrderedDict[RequestId, tuple[int, RequestDescribed]]
     )
@@ -89,77 +78,75 @@ class Stories:
     _is_sending: bool = False
     _num_buffered: int = 0
 
-    def begin(self, job: Job, core: RequestCore) -> None:
-        """A request was accepted. `core` is read while the request is under way."""
-        now = now_ms()
-        story = self._stories[job.request_id] = RequestStory(job, core, now, phase_ms=now)
+    def begin(self, live: LiveRequest) -> None:
+        """A request was accepted."""
+        job = live.job
         accepted = RequestAccepted(
-            **self._fields(story, now),
+            **self._fields(live, live.started_ms),
             num_prompt_tokens=job.prompt.num_tokens,
             max_tokens=job.sampling.max_tokens,
             tenant=job.key.tenant,
         )
         self._publish(subjects.ACCEPTED, accepted, job)
 
-    def go_on(self, request_id: RequestId, actions: list[Action]) -> None:
-        """Publish what a request's core has just decided. After its end nothing is published."""
-        story = self._stories.get(request_id)
-        if story is None or (story.phase == "decode" and _is_more(actions)):
+    def saw(self, live: LiveRequest, actions: Sequence[Action]) -> None:
+        """Publish what a request's core has just decided. After its end it decides nothing."""
+        core, told = live.core, live.told
+        if told.phase == "decode" and _is_more(actions):
             return
-        core, now = story.core, now_ms()
-        if core.attempt > story.attempt and core.phase is not Phase.ENDED:
-            story.attempt, story.detail = core.attempt, core.last_trouble
+        now = now_ms()
+        if core.attempt > told.attempt and core.phase is not Phase.ENDED:
+            told.attempt, told.detail = core.attempt, core.last_trouble
             resumed = RequestResumed(
-                **self._fields(story, now),
+                **self._fields(live, now),
                 num_answered_tokens=core.num_answered,
                 reason=core.last_trouble,
                 moved_by=core.moved_by,
             )
-            self._publish(subjects.RESUMED, resumed, story.job)
+            self._publish(subjects.RESUMED, resumed, live.job)
         for action in actions:
             match action:
                 case SendRun(prefill_worker=prefill, decode_worker=decode):
-                    placed = RequestPlaced(**self._fields(story, now), prefill_worker=prefill, decode_worker=decode)
-                    self._publish(subjects.PLACED, placed, story.job)
+                    placed = RequestPlaced(**self._fields(live, now), prefill_worker=prefill, decode_worker=decode)
+                    self._publish(subjects.PLACED, placed, live.job)
                 case Deliver(index=0):
-                    self._publish(subjects.FIRST_TOKEN, FirstTokenHeard(**self._fields(story, now)), story.job)
+                    self._publish(subjects.FIRST_TOKEN, FirstTokenHeard(**self._fields(live, now)), live.job)
                 case Finish() | FailRequest() | Abandon():
-                    self._end(story, action, now)
+                    self._end(live, action, now)
                     return
                 case _:
                     pass
-        if (phase := _phase_of(core)) != story.phase:
-            story.phase, story.phase_ms = phase, now
+        if core.phase is not Phase.ENDED and (phase := _phase_of(core)) != told.phase:
+            told.phase, told.phase_ms = phase, now
 
     def describe(self, request_id: RequestId) -> RequestDescribed | None:
         """Return where a request is; None if this gateway does not have it, and has not had it for a while."""
         now = now_ms()
-        if story := self._stories.get(request_id):
-            return self._described(story, now)
+        if live := self.live.get(request_id):
+            return self._described(live, now)
         self._forget_old(now)
         if request_id not in self._ended:
             return None
         ended_ms, described = self._ended[request_id]
         return msgspec.structs.replace(described, phase_age_ms=now - ended_ms)
 
-    def _end(self, story: RequestStory, end: Finish | FailRequest | Abandon, now: int) -> None:
-        fields, num_tokens, job = self._fields(story, now), len(story.core.tokens), story.job
+    def _end(self, live: LiveRequest, end: Finish | FailRequest | Abandon, now: int) -> None:
+        fields, num_tokens, job, told = self._fields(live, now), len(live.core.tokens), live.job, live.told
         match end:
             case Finish(reason=reason):
                 finished = RequestFinished(**fields, finish_reason=reason, num_tokens=num_tokens)
                 self._publish(subjects.FINISHED, finished, job)
-                story.phase, story.detail = "finished", reason
+                told.phase, told.detail = "finished", reason
             case FailRequest(code=code, message=detail, status=status):
                 failed = RequestFailed(**fields, code=code, detail=detail, status=status, num_tokens=num_tokens)
                 self._publish(subjects.FAILED, failed, job)
-                story.phase, story.detail = "failed", f"{code}: {detail}"
+                told.phase, told.detail = "failed", f"{code}: {detail}"
             case Abandon(reason=reason):
                 cancelled = RequestCancelled(**fields, reason=reason, num_tokens=num_tokens)
                 self._publish(subjects.CANCELLED, cancelled, job)
-                story.phase, story.detail = "cancelled", reason
-        story.phase_ms = now
-        del self._stories[job.request_id]
-        self._ended[job.request_id] = (now, self._described(story, now))
+                told.phase, told.detail = "cancelled", reason
+        told.phase_ms = now
+        self._ended[job.request_id] = (now, self._described(live, now))
         self._forget_old(now)
 
     def _forget_old(self, now: int) -> None:
@@ -169,22 +156,22 @@ class Stories:
                 return
             del self._ended[oldest]
 
-    def _fields(self, story: RequestStory, now: int) -> _Fields:
+    def _fields(self, live: LiveRequest, now: int) -> _Fields:
         return {
-            "request_id": story.job.request_id,
-            "attempt": story.core.attempt,
-            "deadline_ms": story.job.deadline_ms,
+            "request_id": live.job.request_id,
+            "attempt": live.core.attempt,
+            "deadline_ms": live.job.deadline_ms,
             "gateway_id": self.gateway_id,
-            "age_ms": now - story.accepted_ms,
+            "age_ms": now - live.started_ms,
         }
 
-    def _described(self, story: RequestStory, now: int) -> RequestDescribed:
-        job, core = story.job, story.core
+    def _described(self, live: LiveRequest, now: int) -> RequestDescribed:
+        job, core, told = live.job, live.core, live.told
         return RequestDescribed(
             request_id=job.request_id,
-            phase=story.phase,
-            phase_age_ms=now - story.phase_ms,
-            age_ms=now - story.accepted_ms,
+            phase=told.phase,
+            phase_age_ms=now - told.phase_ms,
+            age_ms=now - live.started_ms,
             left_ms=max(0, job.deadline_ms - now),
             gateway_id=self.gateway_id,
             attempt=core.attempt,
@@ -193,7 +180,7 @@ class Stories:
             num_prompt_tokens=job.prompt.num_tokens,
             num_tokens=len(core.tokens),
             max_tokens=job.sampling.max_tokens,
-            detail=story.detail,
+            detail=told.detail,
         )
 
     # Questions.
@@ -247,7 +234,7 @@ def _request_of(received: Received[DescribeRequest]) -> RequestId:
     return RequestId(received.subject.split(".")[_REQUEST_TOKEN])
 
 
-def _is_more(actions: list[Action]) -> bool:
+def _is_more(actions: Sequence[Action]) -> bool:
     """Say whether this is but one more piece of an answer that goes on: by far the most of what happens."""
     return len(actions) == 1 and isinstance(actions[0], Deliver)
 

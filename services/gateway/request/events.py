@@ -62,10 +62,11 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccepted:
-    """A worker has taken the attempt."""
+    """A worker has taken the attempt. `accepted_ns`: when, as a date of the mesh's clock; 0: it does not say."""
 
     attempt: int
     worker_id: WorkerId
+    accepted_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
