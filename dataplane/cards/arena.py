@@ -7,7 +7,6 @@ mark behind each (an event), and whoever lends the layer waits for the mark befo
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Generator
 
 from msgspec.structs import replace
@@ -27,7 +26,6 @@ from dataplane.memory.checksum import FrameHash
 from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Accepted, Names, Open, ProtocolError
-from dataplane.protocol.wire import WireTimeoutError
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 
@@ -112,7 +110,8 @@ class CardArena:
                 case "nccl":
                     if extent.least_bytes > limits.NCCL_FRAME_BYTES:
                         raise CarrierBrokenError(NCCL, f"a frame has {extent.least_bytes} bytes or more")
-                    pair = self.pairs.of_holder(reader, _bytes_of(wanted.names, "id"))
+                    is_joined = (wanted.names or {}).get("is_joined") is True
+                    pair = self.pairs.of_holder(reader, _bytes_of(wanted.names, "id"), is_joined=is_joined)
                     return NcclHolder(card, arena, self.pairs, pair, frame_hash)
                 case other:
                     raise CarrierBrokenError(other, "this holder's arena is on a card")
@@ -143,13 +142,8 @@ class CardArena:
         if carrier != NCCL:
             yield None
             return
-        pair = self.pairs.of_reader(endpoint.arena_nonce)
-        if not pair.busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise WireTimeoutError("the pair with this holder was in use all the time")
-        try:
-            yield {"id": pair.unique_id.hex()}
-        finally:
-            pair.busy.release()
+        with self.pairs.of_reader(endpoint.arena_nonce, deadline) as pair:
+            yield {"id": pair.unique_id.hex(), "is_joined": pair.is_joined}
 
     def reader_end(
         self,
@@ -166,7 +160,7 @@ class CardArena:
             if accepted.carrier == tcp.NAME:
                 return TcpReader(StagedTarget(card, arena, frame_hash, writes=True), extent, frame_hash)
             if accepted.carrier == NCCL:
-                pair = self.pairs.of_reader(endpoint.arena_nonce)
+                pair = self.pairs.in_use(endpoint.arena_nonce)
                 pair.communicator()  # where it cannot be made another carrier is tried
                 return NcclReader(card, arena, self.pairs, pair, frame_hash)
             memory, give_back = self._holder_memory(endpoint, accepted)

@@ -146,27 +146,29 @@ class FakeStream:
 
 
 class Fabric:
-    """What joins cards' communicators."""
+    """What joins cards' communicators. Two ends that join belong together: who comes once more waits for the other to
+    do so too."""
 
     def __init__(self) -> None:
-        self.joined: dict[tuple[bytes, int], threading.Event] = {}
-        self.sent: dict[tuple[bytes, int], queue.Queue[bytes]] = {}
+        self.sent: dict[tuple[bytes, int], list[queue.Queue[bytes]]] = {}
         self.lock = threading.Lock()
 
-    def come(self, unique_id: bytes, rank: int) -> None:
+    def come(self, unique_id: bytes, rank: int) -> int:
+        """Return how often this end has come before."""
         with self.lock:
-            self.sent[unique_id, rank] = queue.Queue()
-            self.joined.setdefault((unique_id, rank), threading.Event()).set()
+            comings = self.sent.setdefault((unique_id, rank), [])
+            comings.append(queue.Queue())
+            return len(comings) - 1
 
-    def has_come(self, unique_id: bytes, rank: int) -> bool:
+    def has_come(self, unique_id: bytes, rank: int, number: int) -> bool:
         with self.lock:
-            return (unique_id, rank) in self.joined
+            return len(self.sent.get((unique_id, rank), [])) > number
 
 
 class FakeCommunicator:
-    def __init__(self, card: "FakeCard", unique_id: bytes, rank: int, peer: int) -> None:
+    def __init__(self, card: "FakeCard", inbox: "queue.Queue[bytes]", outbox: "queue.Queue[bytes]") -> None:
         self._card = card
-        self._inbox, self._outbox = card.fabric.sent[unique_id, rank], card.fabric.sent[unique_id, peer]
+        self._inbox, self._outbox = inbox, outbox
         self.is_aborted = False
         card.opened["communicator"] += 1
 
@@ -277,12 +279,12 @@ class FakeCard:
         return self._random.randbytes(128)
 
     def join(self, unique_id: bytes, rank: int, num_ranks: int = 2) -> FakeCommunicator:
-        self.fabric.come(unique_id, rank)
-        peer = num_ranks - 1 - rank
-        while not self.fabric.has_come(unique_id, peer):
+        number, peer = self.fabric.come(unique_id, rank), num_ranks - 1 - rank
+        while not self.fabric.has_come(unique_id, peer, number):
             time.sleep(JOIN_POLL_S)
             self.check()
-        return FakeCommunicator(self, unique_id, rank, peer)
+        sent = self.fabric.sent
+        return FakeCommunicator(self, sent[unique_id, rank][number], sent[unique_id, peer][number])
 
     def close(self) -> None:
         """End what waits, and remove what was left because the card had died."""

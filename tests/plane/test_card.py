@@ -1,5 +1,6 @@
 """What a card does, a fake one and a real one; and the communicators between two."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 
 from dataplane.cards import limits, pairs
+from dataplane.cards.arena import CardArena
 from dataplane.cards.card import Card, CardError, CardMemory, CardStuckError, Rows, wait_until
-from dataplane.cards.ends import CardLane
+from dataplane.cards.ends import CardLane, NcclHolder
 from dataplane.carriers.carrier import CarrierBrokenError
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash, sum64
 from tests.gpu import GPU_MARKS, card
+from tests.plane.corruption import BitFlip, tapped
 from tests.plane.fake_card import Fabric, FakeCard, FakeStream
 from tests.plane.harness import DEADLINE_S, Holder, Target, fails, running, use_ends
 
@@ -199,18 +202,20 @@ def fabric() -> Fabric:
     return Fabric()
 
 
+def _kept(kept: pairs.Pairs, peer: str) -> contextlib.AbstractContextManager[pairs.Pair]:
+    return kept.of_reader(peer, time.monotonic() + DEADLINE_S)
+
+
 def test_a_pair_whose_other_end_does_not_come_is_given_up(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "JOIN_S", 0.05)
     monkeypatch.setattr(limits, "MAX_LOST_CALLS", 2)
     one = FakeCard(fabric=fabric)
     kept = pairs.Pairs(one)
     for number in range(2):
-        pair = kept.of_reader(f"holder-{number}")
-        with pytest.raises(CardError, match="has not come"):
+        with pytest.raises(CardError, match="has not come"), _kept(kept, f"holder-{number}") as pair:
             pair.communicator()
-        kept.drop(pair)
-    with pytest.raises(CarrierBrokenError, match="2 calls of NCCL do not come back"):
-        kept.of_reader("holder-2")
+    with pytest.raises(CarrierBrokenError, match="2 calls of NCCL do not come back"), _kept(kept, "holder-2"):
+        pass
     one.close()
     deadline = time.monotonic() + DEADLINE_S
     while kept.refusal() and time.monotonic() < deadline:
@@ -221,23 +226,39 @@ def test_a_pair_whose_other_end_does_not_come_is_given_up(fabric: Fabric, monkey
 def test_a_reader_s_next_id_ends_the_pair_before(fabric: Fabric) -> None:
     one = FakeCard(fabric=fabric)
     kept = pairs.Pairs(one)
-    first = kept.of_holder("reader", b"a" * 128)
+    first = kept.of_holder("reader", b"a" * 128, is_joined=False)
     with pytest.raises(CarrierBrokenError, match="another read is under way"):
-        kept.of_holder("reader", b"a" * 128)
+        kept.of_holder("reader", b"a" * 128, is_joined=True)
     first.busy.release()
-    assert kept.of_holder("reader", b"a" * 128) is first
-    second = kept.of_holder("reader", b"b" * 128)
+    assert kept.of_holder("reader", b"a" * 128, is_joined=True) is first
+    second = kept.of_holder("reader", b"b" * 128, is_joined=False)
     assert first.is_broken and not second.is_broken
     kept.close()
     assert second.is_broken
 
 
+def test_who_waits_for_a_pair_that_ends_gets_another(fabric: Fabric) -> None:
+    kept, got = pairs.Pairs(FakeCard(fabric=fabric)), list[pairs.Pair]()
+
+    def wait() -> None:
+        with _kept(kept, "holder") as pair:
+            got.append(pair)
+
+    with contextlib.ExitStack() as stack, pytest.raises(CarrierBrokenError), _kept(kept, "holder") as first:
+        stack.enter_context(running(wait))
+        raise CarrierBrokenError("nccl", "refused")
+    assert got[0] is not first and first.is_broken and not got[0].is_broken
+    kept.close()
+
+
 def test_pairs_are_bounded_and_none_that_is_in_use_goes(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_PAIRS", 2)
     kept = pairs.Pairs(FakeCard(fabric=fabric))
-    used = kept.of_holder("reader-0", b"0" * 128)
-    idle = kept.of_reader("holder-1")
-    last = kept.of_reader("holder-2")
+    used = kept.of_holder("reader-0", b"0" * 128, is_joined=False)
+    with _kept(kept, "holder-1") as idle:
+        pass
+    with _kept(kept, "holder-2") as last:
+        pass
     assert (used.is_broken, idle.is_broken, last.is_broken) == (False, True, False)
     kept.close()
 
@@ -270,7 +291,53 @@ def test_the_next_read_uses_the_pair_again(monkeypatch: pytest.MonkeyPatch) -> N
         target.memory.fill(0)
         target.read_from(holder, "nccl")
         assert np.array_equal(target.landed(300), holder.kv)
-    assert len({unique_id for unique_id, _ in target.card.fabric.joined if unique_id in _ids(target)}) == 1
+    assert len({unique_id for unique_id, _ in target.card.fabric.sent if unique_id in _ids(target)}) == 1
+    target.close()
+    holder.close()
+
+
+@pytest.mark.parametrize("is_sending", [False, True])
+def test_a_read_that_failed_takes_nothing_from_the_next_one(is_sending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the holder's end does meanwhile: it has not ended, or waits in the midst of a frame."""
+    use_ends("apart>apart:nccl")
+    monkeypatch.setattr(limits, "JOIN_S", 5.0)
+    holder, target = Holder(("nccl",)), Target()
+    holder.compute_all()
+    target.read_from(holder, "nccl")
+    holder.gate.wait_outcome()
+    may_end, closed, close = threading.Event(), list[NcclHolder](), NcclHolder.close
+
+    def close_late(end: NcclHolder) -> None:
+        closed.append(end)
+        if end is closed[0]:
+            end._is_midway = is_sending
+            assert may_end.wait(DEADLINE_S)
+        close(end)
+
+    monkeypatch.setattr(NcclHolder, "close", close_late)
+    with tapped(BitFlip(1)):
+        assert fails(lambda: target.read_from(holder, "nccl")).code == "digest"
+    try:
+        target.memory.fill(0)
+        target.read_from(holder, "nccl")
+        assert np.array_equal(target.landed(300), holder.kv)
+    finally:
+        may_end.set()
+        target.close()
+        holder.close()
+
+
+def test_a_pair_that_the_holder_has_given_up_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a reader that has joined before."""
+    use_ends("apart>apart:nccl")
+    holder, target = Holder(("nccl",)), Target()
+    holder.compute_all()
+    target.read_from(holder, "nccl")
+    assert isinstance(holder.arena, CardArena)
+    holder.arena.pairs.close()
+    assert fails(lambda: target.read_from(holder, "nccl")).code == "carrier"
+    target.read_from(holder, "nccl")
+    assert np.array_equal(target.landed(300), holder.kv)
     target.close()
     holder.close()
 
