@@ -43,7 +43,7 @@ def in_url(host: str) -> str:
 
 
 def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
-    """Return a socket that listens there, `::` for IPv4 too. Raises OSError: also for a name that nobody knows."""
+    """Return a socket that listens there, `::` for IPv4 too. Raises OSError: also for an unknown name."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
     # With the protocol's number: asyncio sets TCP_NODELAY on no other, and the second write of an answer would wait for

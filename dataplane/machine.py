@@ -24,7 +24,7 @@ def usable_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Return how much memory can be had; None: nobody knows."""
+    """Return how much memory can be had; None: unknown."""
     rooms: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         rooms.append(_number_of("MemAvailable:", PROC / "meminfo") * 1024)

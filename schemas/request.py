@@ -28,7 +28,7 @@ class RefusalReason(enum.StrEnum):
     TOO_LONG = "too_long"
     """The prompt and its longest answer fit no worker, or not this one."""
     DEADLINE = "deadline"
-    """The deadline has passed, or the asker waits for the answer no more."""
+    """The deadline has passed, or the requester waits for the answer no more."""
     FINGERPRINT = "fingerprint"
     """The reader's KV is of another model or layout than the holder's."""
     INVALID = "invalid"

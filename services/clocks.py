@@ -62,7 +62,7 @@ async def keep_time(
     """Ask, now and every so often, until cancelled. `follows`: whether the scheduler that answers is to be believed;
     None: the eldest is."""
     follows = follows or Eldest().follows
-    metrics.on_sample(lambda: metrics.put(CLOCK_AHEAD, {(): clock.machine_ahead_ns / 1e9}))
+    metrics.on_sample(lambda: metrics.set_series(CLOCK_AHEAD, {(): clock.machine_ahead_ns / 1e9}))
     question, named_ms, num_asked = AskTime(), 0, 0
     while True:
         asked_ns = time.monotonic_ns()
@@ -71,7 +71,7 @@ async def keep_time(
             reply = await bus.request(subjects.TIME.of(), payload, headers_of(question, ""), times.clock_within_s)
             told = decode(reply.payload, TimeTold)
             if follows(told):
-                clock.hear(told.unix_ns, asked_ns)
+                clock.compare(told.unix_ns, asked_ns)
         if abs(clock.named_ms - named_ms) >= 1_000:
             named_ms = clock.named_ms
             log.warning("%s", _said(named_ms))

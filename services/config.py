@@ -294,7 +294,7 @@ class Relation(NamedTuple):
     longer: Time
     because: str
 
-    def check(self) -> None:
+    def check_order(self) -> None:
         """Raise ValueError with both names and values where the order is wrong."""
         if self.shorter.ms < self.longer.ms:
             return
@@ -333,7 +333,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         for relation in relations_of(self):
-            relation.check()
+            relation.check_order()
         if self.engine.kv_format and self.worker.wire_dtype != "same":
             raise ValueError(
                 f'worker.wire_dtype = "{self.worker.wire_dtype}" compresses token by token, and KV of engine.name = '

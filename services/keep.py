@@ -12,6 +12,6 @@ async def keep_traces(bus: TypedBus, tasks: asyncio.TaskGroup, telemetry: Teleme
     """Subscribe to requests for traces."""
 
     def keep(received: Received[KeepTrace]) -> None:
-        telemetry.keep(received.message.trace_id)
+        telemetry.keep_trace(received.message.trace_id)
 
     await bus.listen(tasks, subjects.KEEP, ("*",), keep)

@@ -93,20 +93,20 @@ class Metrics:
         assert isinstance(child, Histogram)
         child.observe(value, exemplar_of(trace))
 
-    def put(self, metric: MetricName, values: Mapping[Labels, float]) -> None:
+    def set_series(self, metric: MetricName, values: Mapping[Labels, float]) -> None:
         """Set all series of a sampled metric; those that are not named are removed."""
         assert metric.is_sampled, f"{metric.name} is counted as it happens"
         assert all(len(labels) == len(metric.labels) for labels in values), f"{metric.name} has {metric.labels}"
         own = self._worker if metric.is_own else ()
         bounded = itertools.islice(values.items(), MAX_SERIES)
-        self._sampled.put(metric, {(*own, *labels): value for labels, value in bounded})
+        self._sampled.set_series(metric, {(*own, *labels): value for labels, value in bounded})
 
     def show_library(self, prefix: str) -> None:
         """Show also what a library counts in prometheus_client's own registry, of names that begin so."""
         self._registry.register(_OfLibrary(prefix))
 
     def on_sample(self, sampler: Callable[[], None]) -> None:
-        """Have `sampler` called whenever it is time to `put`."""
+        """Have `sampler` called whenever it is time to `set_series`."""
         self._samplers.append(sampler)
 
     def sample(self) -> None:
@@ -188,7 +188,7 @@ class _Sampled(Collector):
     def __init__(self) -> None:
         self._values: dict[MetricName, dict[Labels, float]] = {}
 
-    def put(self, metric: MetricName, values: dict[Labels, float]) -> None:
+    def set_series(self, metric: MetricName, values: dict[Labels, float]) -> None:
         self._values = {**self._values, metric: values}
 
     def collect(self) -> Iterator[Metric]:

@@ -1,14 +1,14 @@
 """Who is alive: the rules by which a scheduler judges workers, a gateway the workers of a request, a worker the
 gateways, and a worker itself. Pure: times come in, verdicts go out. Whom to ask when is each room's own.
 
-alive: a sign was heard, such as a beat, a load, an answer or tokens (`Peer.hear`).
-suspect: no sign for a while. Nothing new is given to it while somebody else could take it (`Hearing.quiet_ms`).
+alive: a sign was heard, such as a beat, a load, an answer or tokens (`Peer.seen`).
+suspect: no sign for a while. Nothing new is given to it while somebody else could take it (`FailureDetector.quiet_ms`).
 dead: the broker has said twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
-    others were heard (`Hearing.is_silent`).
-deaf: we ourselves have heard nothing from anybody. Then nobody's silence means anything (`Hearing.is_deaf`).
-unproved: what we have sent through the broker to ourselves has not come back. The same (`Hearing.ask_proof`).
+    others were heard (`FailureDetector.is_silent`).
+deaf: we ourselves have heard nothing from anybody. Then nobody's silence means anything (`FailureDetector.is_deaf`).
+unproved: what we have sent through the broker to ourselves has not come back. The same (`FailureDetector.ask_proof`).
 settling: after a reconnection, or a deafness, the others are still on their way back to the broker
-    (`Hearing.is_settling`).
+    (`FailureDetector.is_settling`).
 standing still: our own clock has jumped. The others take us for dead (`Heartbeat`).
 replaced: another incarnation speaks under the name (`Incarnations`); what has left never comes back (`Fences`).
 """
@@ -33,7 +33,7 @@ class BusConnected:
     num_connects: int
 
 
-class Hearing:
+class FailureDetector:
     """When this process last heard anything at all, and since when the silence of others counts. `deaf_after_ms`: the
     silence after which it takes itself for cut off; None: that of `times`."""
 
@@ -48,7 +48,7 @@ class Hearing:
         self.since_ms = 0
         """The silence of others counts from here on only: the end of the last deafness or the last reconnection."""
 
-    def hear(self, now_ms: int) -> None:
+    def heard(self, now_ms: int) -> None:
         """Something came from somebody, or from the broker itself."""
         if self.is_deaf(now_ms):
             self.since_ms = now_ms
@@ -72,7 +72,7 @@ class Hearing:
 
     def proved(self, now_ms: int) -> None:
         """One has come back."""
-        self.hear(now_ms)
+        self.heard(now_ms)
         self._unproved_ms = None
 
     def connects(self, num_connects: int, now_ms: int) -> bool:
@@ -111,20 +111,20 @@ class Peer:
     unserved_ms: int | None = None
     """When it was first known that nobody serves its questions; None once anything was heard of it since."""
 
-    def hear(self, now_ms: int) -> None:
+    def seen(self, now_ms: int) -> None:
         """Take note of a sign of life."""
         self.heard_ms, self.unserved_ms = now_ms, None
 
-    def is_gone(self, asked_ms: int, hearing: Hearing, now_ms: int, gap_ms: int | None = None) -> bool:
+    def is_gone(self, asked_ms: int, detector: FailureDetector, now_ms: int, gap_ms: int | None = None) -> bool:
         """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
         ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came
-        (None: as `hearing` has it). Two questions that waited for the same broker are one proof."""
-        if hearing.is_settling(now_ms):
+        (None: as `detector` has it). Two questions that waited for the same broker are one proof."""
+        if detector.is_settling(now_ms):
             return False
-        if self.unserved_ms is None or self.unserved_ms < hearing.since_ms:
+        if self.unserved_ms is None or self.unserved_ms < detector.since_ms:
             self.unserved_ms = now_ms
             return False
-        return asked_ms - self.unserved_ms >= (hearing.times.unserved_gap_ms if gap_ms is None else gap_ms)
+        return asked_ms - self.unserved_ms >= (detector.times.unserved_gap_ms if gap_ms is None else gap_ms)
 
 
 class Heartbeat:
@@ -182,8 +182,8 @@ class Incarnations:
     """Which incarnation each worker's name stands for, as one who only listens knows it. `quiet_ms`: one that has said
     nothing for so long while another speaks under its name has been replaced."""
 
-    def __init__(self, hearing: Hearing, quiet_ms: int) -> None:
-        self._hearing = hearing
+    def __init__(self, detector: FailureDetector, quiet_ms: int) -> None:
+        self._detector = detector
         self._quiet_ms = quiet_ms
         self._known: dict[WorkerId, _Incarnation] = {}
 
@@ -195,12 +195,12 @@ class Incarnations:
 
     def spoke(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> Speaker:
         """A worker has said its load, which may be an old message: it replaces nobody that is well. To be told before
-        `hearing` hears of it."""
+        `detector` hears of it."""
         known = self._known.setdefault(worker_id, _Incarnation(incarnation, now_ms))
         if known.incarnation == incarnation:
             known.heard_ms = now_ms
             return Speaker.CURRENT
-        if now_ms - known.heard_ms <= self._quiet_ms or self._hearing.is_deaf(now_ms):
+        if now_ms - known.heard_ms <= self._quiet_ms or self._detector.is_deaf(now_ms):
             return Speaker.PREDECESSOR
         self._known[worker_id] = _Incarnation(incarnation, now_ms)
         return Speaker.SUCCESSOR
@@ -229,7 +229,7 @@ class Fences:
         self._max_fences = max_fences
         self._fences: dict[tuple[WorkerId, str], _Fence] = {}
 
-    def add(self, left: WorkerLeft, now_ms: int) -> None:
+    def fence(self, left: WorkerLeft, now_ms: int) -> None:
         """This incarnation has left, and somebody says so now. The first reason stays."""
         key = (left.worker_id, left.incarnation)
         known = self._fences.pop(key, None)

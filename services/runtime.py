@@ -5,7 +5,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -62,6 +63,15 @@ def configure_logging(service: str) -> None:
     handler.addFilter(OneOfAKind())
     line = f"%(asctime)s {service} %(levelname)s %(message)s"
     logging.basicConfig(handlers=[handler], level=logging.WARNING, format=line, force=True)
+
+
+@contextmanager
+def logging_failures(what: str) -> Generator[None]:
+    """Log what goes wrong inside: one request's failure must not end the process, and everybody's requests with it."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed", what)
 
 
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[ResultT]]) -> ResultT:

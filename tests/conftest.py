@@ -61,7 +61,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
 @pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real nats-server on a free port, for the whole session."""
-    server = EmbeddedNats.start(None, tmp_path_factory.mktemp("nats"))
+    server = EmbeddedNats.launch(None, tmp_path_factory.mktemp("nats"))
     yield server.url
     server.stop()
 

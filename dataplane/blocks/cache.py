@@ -202,8 +202,8 @@ class BlockCache:
         """Return what came to the first group and went since the last call; content that did both is in neither
         list."""
         for group in self._groups[1:]:
-            group.changes.take()
-        return [("arena", self._groups[0].changes.take())]
+            group.changes.drain()
+        return [("arena", self._groups[0].changes.drain())]
 
     def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""

@@ -33,7 +33,7 @@ class ChangeLog:
         if self._changes.pop(block_hash, came) == came:
             self._changes[block_hash] = came
 
-    def take(self) -> ContentChanges:
+    def drain(self) -> ContentChanges:
         """Return what came and what went, each in order, and begin anew."""
         changes, self._changes = self._changes, {}
         stored = [block_hash for block_hash, came in changes.items() if came]

@@ -174,7 +174,7 @@ class ArenaShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(first_bytes)
 
     @cached_property
-    def num_bytes(self) -> int:
+    def arena_bytes(self) -> int:
         return sum(self.num_blocks[group] for group in self.layout.group_of_layer) * self.layout.layer_block_bytes
 
     def offset(self, layer: int, key_or_value: int, slot: int) -> int:

@@ -53,7 +53,7 @@ class CardArena:
         self._num_marks = 0
         self._opened: dict[tuple[str, str], _Opened] = {}
         self._attached = AttachedArenas()
-        self.memory = card.allocate(shape.num_bytes)
+        self.memory = card.allocate(shape.arena_bytes)
         self._file = Arena.create_bytes(0)
         self.name, self.nonce = self._file.name, self._file.nonce
 
@@ -198,7 +198,7 @@ class CardArena:
             raise ProtocolError("the holder does not say how large its memory is")
         key = (endpoint.arena, endpoint.arena_nonce)
         with self._lock:
-            opened = self._opened.pop(key, None) or _Opened(self.card.open(name, num_bytes))
+            opened = self._opened.pop(key, None) or _Opened(self.card.map_memory(name, num_bytes))
             opened.num_users += 1
             self._opened[key] = opened  # the one used last is at the end
         if len(self._opened) > limits.MAX_OPENED:

@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     num_words: int
 
     @property
-    def num_bytes(self) -> int:
+    def total_bytes(self) -> int:
         return len(self.starts) * self.num_words * WORD_BYTES
 
     @property
@@ -179,7 +179,7 @@ class Card(Protocol):
         """Return the name by which another process opens memory that `allocate` returned."""
         ...
 
-    def open(self, name: bytes, num_bytes: int) -> CardMemory:
+    def map_memory(self, name: bytes, num_bytes: int) -> CardMemory:
         """Map another process's memory."""
         ...
 

@@ -238,7 +238,7 @@ class CupyCard:
         memory.is_exported = True
         return name
 
-    def open(self, name: bytes, num_bytes: int) -> CupyMemory:
+    def map_memory(self, name: bytes, num_bytes: int) -> CupyMemory:
         with self.doing("open memory") as cupy:
             lazy = cupy.cuda.runtime.cudaIpcMemLazyEnablePeerAccess
             return CupyMemory(self, cupy.cuda.runtime.ipcOpenMemHandle(name, lazy), num_bytes, is_mapped=True)

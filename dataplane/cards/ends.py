@@ -75,7 +75,7 @@ class CudaHolder:
         self._source = source
         self._lane = CardLane(card, frame_hash, writes=False)
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
+    def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head` and the frame's header. Raises WireClosedError, WireTimeoutError, CardError."""
         wire.send([head + encode_header(data)], timeout_s)
         digested = self._memory, rows_of(self._source, data)
@@ -105,7 +105,7 @@ class CudaReader:
         self._give_back = give_back
         self._lane = CardLane(card, frame_hash, writes=True)
 
-    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Copy the frame; return the digest of what arrived. Raises CardError, WireClosedError, WireTimeoutError."""
         (source, source_runs), (target, target_runs) = self._theirs, self._ours
         source_rows, rows = rows_of(source_runs, data), rows_of(target_runs, data)
@@ -136,7 +136,7 @@ class _NcclEnd:
         self._pair = pair
         self._lane = CardLane(card, frame_hash, writes=self._writes)
         self._is_midway = False
-        pair.join()
+        pair.connect_once()
 
     def _cross(
         self,
@@ -148,7 +148,7 @@ class _NcclEnd:
     ) -> int:
         """Do the work over the pair's buffer, digest that, and wait for it."""
         rows = rows_of(self._runs, data)
-        buffer = self._pair.buffer(rows.num_bytes)
+        buffer = self._pair.buffer(rows.total_bytes)
         self._is_midway = True
         packed = buffer, rows.packed
         digest = self._lane.run(lambda stream: work(stream, buffer, rows), packed, stats, wire, timeout_s)
@@ -167,14 +167,14 @@ class NcclHolder(_NcclEnd):
 
     _writes = False
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
+    def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head` and the frame. Raises WireClosedError, WireTimeoutError, CardError."""
         wire.send([head], timeout_s)  # the reader joins once it has heard that this end has accepted
         communicator = self._pair.communicator()
 
         def work(stream: CardStream, buffer: CardMemory, rows: Rows) -> None:
             stream.copy(self._memory, rows, buffer, rows.packed)
-            communicator.send(buffer, rows.num_bytes, stream)
+            communicator.send(buffer, rows.total_bytes, stream)
 
         wire.send([encode_header(data)], timeout_s)
         return self._cross(data, work, stats, wire, timeout_s)
@@ -190,12 +190,12 @@ class NcclReader(_NcclEnd):
 
     _writes = True
 
-    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Receive the frame and put it in place. Raises WireClosedError, WireTimeoutError, CardError."""
         communicator = self._pair.communicator()
 
         def work(stream: CardStream, buffer: CardMemory, rows: Rows) -> None:
-            communicator.receive(buffer, rows.num_bytes, stream)
+            communicator.receive(buffer, rows.total_bytes, stream)
             stream.copy(buffer, rows.packed, self._memory, rows)
 
         return self._cross(data, work, stats, wire, deadline - time.monotonic())
@@ -250,7 +250,7 @@ class StagedSource(_Staging):
     def rows(self, frame: Frame) -> FrameRows:
         """Bring the frame to the host. Raises CardError."""
         rows = rows_of(self._runs, frame)
-        packed, host = self._room(rows.num_bytes)
+        packed, host = self._room(rows.total_bytes)
         self._lane.stream.copy(self._memory, rows, packed, rows.packed)
         self._lane.stream.download(packed, host)
         self._finish(rows, host)
@@ -265,13 +265,13 @@ class StagedTarget(_Staging):
 
     def rows(self, frame: Frame) -> FrameRows:
         """Return room for the frame. Raises CardError."""
-        _, host = self._room(rows_of(self._runs, frame).num_bytes)
+        _, host = self._room(rows_of(self._runs, frame).total_bytes)
         return self._frame(host, frame)
 
     def written(self, frame: Frame) -> None:
         """Bring the frame from the host to its place. Raises CardError."""
         rows = rows_of(self._runs, frame)
-        packed, host = self._room(rows.num_bytes)
+        packed, host = self._room(rows.total_bytes)
         self._lane.stream.upload(host, packed)
         self._lane.stream.copy(packed, rows.packed, self._memory, rows)
         self._finish(rows, host)

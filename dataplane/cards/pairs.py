@@ -45,7 +45,7 @@ class Pair:
         """A thread is in the library's hands."""
         return self._joining is not None and self._joining.is_alive()
 
-    def join(self) -> None:
+    def connect_once(self) -> None:
         """Begin to make the communicator, if that has not been done."""
         if self._joining is None:
             self._joining = threading.Thread(target=self._join, name="nccl-join", daemon=True)
@@ -54,7 +54,7 @@ class Pair:
     def communicator(self) -> Communicator:
         """Return it once it is made. Raises CardError."""
         self.is_used = True
-        self.join()
+        self.connect_once()
         assert self._joining is not None, "just begun"
         self._joining.join(limits.JOIN_S)
         if self._communicator is None:

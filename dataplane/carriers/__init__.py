@@ -1,8 +1,8 @@
 """How bytes cross between arenas in host memory: shared memory, TCP, and inside one process.
 
-A carrier is three functions: `describe` says at the holder what a reader must know of its memory, `send` sends a frame,
-`take` takes it in (`carrier.py`). Planning frames, checking and committing them, leases and failures are not a
-carrier's. To add one:
+A carrier is three functions: `describe` says at the holder what a reader must know of its memory, `send_frame` sends a
+frame, `take_frame` takes it in (`carrier.py`). Planning frames, checking and committing them, leases and failures are
+not a carrier's. To add one:
 
 1. Write its two ends, `HolderEnd` and `ReaderEnd`, in a module with its `NAME`.
 2. Let the arenas that it leads between make them: `HostArena` in `host.py`, or one of another kind of memory.

@@ -48,7 +48,7 @@ class HolderEnd(Protocol):
     @property
     def names(self) -> Names | None: ...
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
+    def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head`, the frame's header, and its bytes where they cross the wire; return the frame's digest. Without
         `needs_ack` its bytes have then left the arena. Raises WireClosedError, WireTimeoutError, MemoryFailedError, and
         KVNotFiniteError, before anything is sent."""
@@ -65,7 +65,7 @@ class ReaderEnd(Protocol):
     @property
     def needs_ack(self) -> bool: ...
 
-    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Put the frame in place; return the digest of what arrived. Raises WireClosedError, WireTimeoutError,
         ProtocolError, MemoryFailedError."""
         ...

@@ -15,7 +15,7 @@ class LocalServer(Protocol):
 
     arena: KVArena
 
-    def connect(self) -> Wire:
+    def connect_locally(self) -> Wire:
         """Return the reader's end of a new stream."""
         ...
 

@@ -33,7 +33,7 @@ class SharedHolder:
         self._source = source
         self._hash = frame_hash
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
+    def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head` and the frame's header; digest while the reader copies. Raises WireClosedError,
         WireTimeoutError."""
         started = time.perf_counter_ns()
@@ -55,7 +55,7 @@ class SharedReader:
         self._target = target
         self._hash = frame_hash
 
-    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Copy the frame's bytes and return the digest of what arrived."""
         hasher = self._hash.new(data.sequence)
         return frames.copy(self._source.rows(data), self._target.rows(data), stats, hasher)
@@ -82,7 +82,7 @@ def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent, arena_byt
         raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
     try:
         holder_shape = ArenaShape(layout=layout, num_blocks=accepted.num_blocks)
-        if min(accepted.num_blocks) < 0 or holder_shape.num_bytes > arena_bytes:  # before any table is looked at
+        if min(accepted.num_blocks) < 0 or holder_shape.arena_bytes > arena_bytes:  # before any table is looked at
             raise ProtocolError(f"the holder names {accepted.num_blocks} blocks in {arena_bytes} bytes")
         source = SequenceRuns(holder_shape, accepted.tables, extent.heads)
     except ValueError as error:

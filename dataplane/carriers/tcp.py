@@ -22,7 +22,7 @@ RECEIVE_BYTES = 1 << 20
 
 
 class TcpHolder:
-    """Sends frames. When `send` returns the bytes have left the arena: there is no Ack to wait for."""
+    """Sends frames. When `send_frame` returns the bytes have left the arena: there is no Ack to wait for."""
 
     needs_ack = False
     frame_bytes = limits.TCP_FRAME_BYTES
@@ -36,7 +36,7 @@ class TcpHolder:
         self._rows = Staging()
         self._ciphertext = Staging()
 
-    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
+    def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and
         KVNotFiniteError, before anything is sent."""
         payload, data = self._encrypted(self._load(data, stats), data, stats)
@@ -55,7 +55,7 @@ class TcpHolder:
         if codec is None and rows.is_contiguous:
             return rows
         started = time.perf_counter_ns()
-        payload = self._staging.take(data.length)
+        payload = self._staging.borrow(data.length)
         if codec is None:
             gather(rows, payload)
             stats.copy_ns += time.perf_counter_ns() - started
@@ -69,7 +69,7 @@ class TcpHolder:
         if not self._hash.encrypts:
             return payload, data
         started = time.perf_counter_ns()
-        target = self._ciphertext.take(data.length)
+        target = self._ciphertext.borrow(data.length)
         tag = self._hash.encrypted(data.sequence, payload.pieces(), target)
         stats.verify_ns += time.perf_counter_ns() - started
         return packed_rows(target, data.length), data._replace(tag=tag)
@@ -77,10 +77,10 @@ class TcpHolder:
     def _pack(self, codec: BlockCodec, data: Header, rows: FrameRows, payload: ByteArray) -> None:
         parts = _parts_in_place(rows)
         if parts is None:
-            staged = self._rows.take(self._extent.memory_bytes(data.num_layers, data.num_tokens))
+            staged = self._rows.borrow(self._extent.memory_bytes(data.num_layers, data.num_tokens))
             gather(rows, staged)
             parts = _parts(staged, data)
-        size = codec.num_bytes(data.first_token, data.num_tokens)
+        size = codec.wire_bytes(data.first_token, data.num_tokens)
         for index, part in enumerate(parts):
             codec.encode(part, data.first_token, payload[index * size : (index + 1) * size])
 
@@ -97,7 +97,7 @@ class TcpReader:
         self._staging = Staging()
         self._rows = Staging()
 
-    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Put the frame's bytes in place and return the digest of what came. Raises WireClosedError, WireTimeoutError,
         and ProtocolError when it cannot be unpacked."""
         rows, codec = self._target.rows(data), self._extent.codec
@@ -107,7 +107,7 @@ class TcpReader:
                 _receive(wire, target, hasher, stats, deadline)
             self._target.written(data)
             return 0 if hasher is None else hasher.intdigest()
-        payload = self._staging.take(data.length)
+        payload = self._staging.borrow(data.length)
         _receive(wire, payload, hasher, stats, deadline)
         started = time.perf_counter_ns()
         if codec is None:
@@ -125,8 +125,8 @@ class TcpReader:
 
     def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray, rows: FrameRows) -> None:
         parts = _parts_in_place(rows)
-        staged = self._rows.take(self._extent.memory_bytes(data.num_layers, data.num_tokens))
-        size = codec.num_bytes(data.first_token, data.num_tokens)
+        staged = self._rows.borrow(self._extent.memory_bytes(data.num_layers, data.num_tokens))
+        size = codec.wire_bytes(data.first_token, data.num_tokens)
         for index, part in enumerate(_parts(staged, data) if parts is None else parts):
             try:
                 codec.decode(payload[index * size : (index + 1) * size], data.first_token, part)

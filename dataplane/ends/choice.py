@@ -51,7 +51,7 @@ class BrokenCarriers:
         self._lock = threading.Lock()
         self._until: dict[tuple[str, str], float] = {}
 
-    def add(self, arena_nonce: str, carrier: str) -> None:
+    def note_broken(self, arena_nonce: str, carrier: str) -> None:
         with self._lock:
             self._until.pop((arena_nonce, carrier), None)
             self._until[(arena_nonce, carrier)] = time.monotonic() + self._broken_s

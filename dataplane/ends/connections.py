@@ -40,13 +40,13 @@ class Cancellation:
         """Cut `wire` on `cancel`. Raises TransferFailedError when that has been called already."""
         with self._lock:
             self._watched.append(wire)
-        self.check()
+        self.raise_if_cancelled()
 
     def unwatch(self, wire: Cuttable) -> None:
         with self._lock:
             self._watched.remove(wire)
 
-    def check(self) -> None:
+    def raise_if_cancelled(self) -> None:
         if self._cancelled:
             raise TransferFailedError(ReadEnd.CANCELLED, "the reader was cancelled")
 
@@ -84,13 +84,13 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
             cancellation.watch(dialling)
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             sock.connect(address)
-            cancellation.check()
+            cancellation.raise_if_cancelled()
         except TransferFailedError:
             sock.close()
             raise
         except OSError as error:
             sock.close()
-            cancellation.check()
+            cancellation.raise_if_cancelled()
             reason = error.strerror or str(error)
         else:
             return sock
@@ -123,7 +123,7 @@ class IdleConnections:
         with self._lock:
             return len(self._idle)
 
-    def take(self, carrier: str, endpoint: Endpoint) -> Wire | None:
+    def reuse(self, carrier: str, endpoint: Endpoint) -> Wire | None:
         """Return a connection to this holder that has been silent since its stream ended, or None."""
         key = _key_of(carrier, endpoint)
         with self._lock:
@@ -136,7 +136,7 @@ class IdleConnections:
                     idle.wire.close()
         return None
 
-    def put(self, carrier: str, endpoint: Endpoint, wire: Wire) -> None:
+    def keep_idle(self, carrier: str, endpoint: Endpoint, wire: Wire) -> None:
         """Keep the connection, or close it."""
         key = _key_of(carrier, endpoint)
         with self._lock:

@@ -1,9 +1,10 @@
 """The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early.
 
 A frame is verified in three steps, all of them on this read's thread: before a byte is written `Landing.expect` checks
-its header against what was asked for; the carrier's `take` puts it in place and returns the digest of what arrived; and
-`Landing.commit` checks that the holder's Commit proves this header and this digest. It says too that the lease still
-held after the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in `protocol/stream.py`).
+its header against what was asked for; the carrier's `take_frame` puts it in place and returns the digest of what
+arrived; and `Landing.commit` checks that the holder's Commit proves this header and this digest. It says too that the
+lease still held after the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in
+`protocol/stream.py`).
 """
 
 import contextlib
@@ -139,7 +140,7 @@ class Read:
         try:
             header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
         except WireClosedError as error:
-            self.cancellation.check()
+            self.cancellation.raise_if_cancelled()
             raise NotAnsweredError(str(error)) from error
         body = bytes(wire.receive(header.length, self.deadline))
         if header.kind is Kind.REFUSED:
@@ -207,8 +208,8 @@ class Read:
         if not stats.num_frames:
             stats.first_byte_ns = time.monotonic_ns()
             self._on_started(stats.carrier)
-        self.cancellation.check()
-        digest = end.take(wire, data, stats, self.deadline)
+        self.cancellation.raise_if_cancelled()
+        digest = end.take_frame(wire, data, stats, self.deadline)
         stats.num_frames += 1
         stats.num_bytes += self.extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length

@@ -1,8 +1,8 @@
 """Reads KV into an arena: over which carrier, on which connection, into what memory. A thread for each read.
 
-`PlaneReader.read` → `_run` (tries the carriers, best first) → `_read_on` (one connection) → `Read` in `read.py`, which
-speaks the stream protocol and is where a frame is verified. The arena (`KVArena` in `carriers/carrier.py`) says which
-carriers lead to it and makes this end of them; `carriers/__init__.py` says how to add one.
+`PlaneReader.read_kv` → `_run` (tries the carriers, best first) → `_read_on` (one connection) → `Read` in `read.py`,
+which speaks the stream protocol and is where a frame is verified. The arena (`KVArena` in `carriers/carrier.py`) says
+which carriers lead to it and makes this end of them; `carriers/__init__.py` says how to add one.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class PlaneReader:
         self._idle = IdleConnections(times.max_idle_s)
         self._broken = BrokenCarriers(times.broken_s)
 
-    async def read(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
+    async def read_kv(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
         """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
 
         Raises TransferFailedError, and ValueError when the arena has no such heads, `tables` not all these tokens, or
@@ -101,7 +101,7 @@ class PlaneReader:
         cancellation: Cancellation | None = None,
         on_started: Callable[[str], None] = lambda _: None,
     ) -> Landed:
-        """Do the read on this thread. `on_started` is called on it. Raises as `read`."""
+        """Do the read on this thread. `on_started` is called on it. Raises as `read_kv`."""
         layout = self._shape.layout
         heads = heads_of(layout) if request.heads is None else HeadRange(*request.heads)
         target = SequenceRuns(self._shape, request.tables, heads)
@@ -148,7 +148,7 @@ class PlaneReader:
                 return self._run_over(choice, run, target)
             except CarrierBrokenError as error:
                 log.warning("from %s:%d: %s; trying another carrier", endpoint.host, endpoint.port, error)
-                self._broken.add(endpoint.arena_nonce, choice.carrier)
+                self._broken.note_broken(endpoint.arena_nonce, choice.carrier)
         return self._run_over(found[-1], run, target)
 
     def _run_over(self, choice: Choice, run: Read, target: SequenceRuns) -> Landed:
@@ -156,7 +156,7 @@ class PlaneReader:
         carrier, run.stats.reason = choice
         endpoint = run.request.endpoint
         with self._arena.opening(carrier, endpoint, run.deadline) as names:
-            while (wire := self._idle.take(carrier, endpoint)) is not None:
+            while (wire := self._idle.reuse(carrier, endpoint)) is not None:
                 try:
                     return self._read_on(wire, carrier, names, run, target)
                 except NotAnsweredError:
@@ -180,7 +180,7 @@ class PlaneReader:
         finally:
             run.cancellation.unwatch(wire)
             if landed is not None and wire.is_silent:
-                self._idle.put(carrier, endpoint, wire)
+                self._idle.keep_idle(carrier, endpoint, wire)
             else:
                 wire.close()
 
@@ -207,7 +207,7 @@ class PlaneReader:
         server = loopback.find(endpoint.arena_nonce)
         if server is None:
             raise ConnectionRefusedError("the holder has closed")
-        return server.connect()
+        return server.connect_locally()
 
     def _begin(self, wire: Wire) -> None:
         """A read begins on this wire."""

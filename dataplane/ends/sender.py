@@ -64,12 +64,12 @@ _REFUSALS = get_args(_Refusal)
 
 
 class _EndedError(Exception):
-    """The stream cannot go on. `tell`: the reader is still there to hear it."""
+    """The stream cannot go on. `reader_waits`: the reader is still there to hear it."""
 
-    def __init__(self, reason: str, *, tell: bool, code: FailCode = FailCode.HOLDER) -> None:
+    def __init__(self, reason: str, *, reader_waits: bool, code: FailCode = FailCode.HOLDER) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.tell = tell
+        self.reader_waits = reader_waits
         self.code: FailCode = code
 
 
@@ -130,7 +130,7 @@ class HolderStream:
         service = self._open(wanted, opening)
         error = "the plane failed"
         try:
-            error = service.run()
+            error = service.serve_frames()
         finally:
             self.is_opened = False
             service.lease.served(service.stats, error)
@@ -252,7 +252,7 @@ class _Service:
         self._unsent = b""
         """What goes out with the next frame, or before the next wait."""
 
-    def run(self) -> str:
+    def serve_frames(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
         with self._wire.waker() as waker:
             self._kv.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
@@ -260,11 +260,11 @@ class _Service:
                 self._accept()
                 self._send_all(waker)
             except _EndedError as end:
-                if end.tell:
-                    self._tell(end)
+                if end.reader_waits:
+                    self._send_fail(end)
                 return end.reason
             except MemoryFailedError as error:
-                self._tell(_EndedError(str(error), tell=True, code=FailCode.MEMORY))
+                self._send_fail(_EndedError(str(error), reader_waits=True, code=FailCode.MEMORY))
                 return str(error)
             except (WireClosedError, WireTimeoutError, ProtocolError) as error:
                 return f"the reader has gone: {error}"
@@ -274,7 +274,7 @@ class _Service:
         self.stats.landed_ns = time.monotonic_ns()
         return ""
 
-    def _tell(self, end: _EndedError) -> None:
+    def _send_fail(self, end: _EndedError) -> None:
         with contextlib.suppress(WireClosedError, WireTimeoutError):
             failed = StreamFailed(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code)
             self._unsent += encode_frame(Kind.FAIL, failed, self._proof.seal)
@@ -300,10 +300,10 @@ class _Service:
     def _send_all(self, waker: Waker) -> None:
         """Send the frames as they become ready, and the End. Raises whatever ends it early."""
         while True:
-            waker.clear()
+            waker.rearm()
             ready = self._kv.progress.ready()
             if ready.failure is not None:
-                raise _EndedError(ready.failure, tell=True)
+                raise _EndedError(ready.failure, reader_waits=True)
             # 1. What has left this memory is committed, before asking for room: it must not hold up what is next.
             self._take_acks()
             self._commit()
@@ -328,10 +328,10 @@ class _Service:
         if mark:
             self._wait_written(mark)
         try:
-            digest = self._end.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
+            digest = self._end.send_frame(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
         except KVNotFiniteError as error:
             raise _EndedError(
-                f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code=FailCode.CODEC
+                f"layer {data.layer}, token {data.first_token}: {error}", reader_waits=True, code=FailCode.CODEC
             ) from error
         self._unsent = b""
         stats.num_frames += 1
@@ -347,7 +347,7 @@ class _Service:
         is_written = self._context.arena.wait_written(mark, lambda: self._wire.has_ended, self._context.idle_timeout_s)
         self.stats.wait_ns += time.perf_counter_ns() - started
         if not is_written:
-            raise _EndedError("the card has not written a frame in time", tell=True, code=FailCode.MEMORY)
+            raise _EndedError("the card has not written a frame in time", reader_waits=True, code=FailCode.MEMORY)
 
     def _take_acks(self) -> None:
         """Read the Acks that have arrived. Raises WireClosedError when the reader has gone, ProtocolError."""
@@ -363,7 +363,7 @@ class _Service:
         if not self._uncommitted or self._uncommitted[0][0].sequence > num_gone:
             return
         if not self.lease.still_valid():
-            raise _EndedError(self._kv.progress.ready().failure or "the lease has ended", tell=True)
+            raise _EndedError(self._kv.progress.ready().failure or "the lease has ended", reader_waits=True)
         while self._uncommitted and self._uncommitted[0][0].sequence <= num_gone:
             data, digest = self._uncommitted.popleft()
             commit = Header(Kind.COMMIT, data.sequence, tag=self._proof.seal.of_frame(data, digest))
@@ -376,19 +376,19 @@ class _Service:
 
     def _finish(self, trailer: bytes) -> None:
         if len(trailer) > limits.MAX_TRAILER_BYTES:
-            raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
+            raise _EndedError(f"the trailer has {len(trailer)} bytes", reader_waits=True)
         if not self.lease.still_valid():
-            raise _EndedError("the lease has ended", tell=True)
+            raise _EndedError("the lease has ended", reader_waits=True)
         self._unsent += encode_frame(Kind.END, trailer, self._proof.seal)
         self._flush()
 
     def _wait(self, waker: Waker) -> None:
         """Wait for the engine, or a word of the reader."""
         started = time.perf_counter_ns()
-        moved = waker.wait(self._context.idle_timeout_s)
+        moved = waker.wait_readable(self._context.idle_timeout_s)
         self.stats.wait_ns += time.perf_counter_ns() - started
         if not moved:
             if self._uncommitted:
-                raise _EndedError("the reader copies nothing", tell=False)
+                raise _EndedError("the reader copies nothing", reader_waits=False)
             if not self.lease.still_valid():
-                raise _EndedError("the lease has ended", tell=True)
+                raise _EndedError("the lease has ended", reader_waits=True)

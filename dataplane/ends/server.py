@@ -103,7 +103,7 @@ class PlaneServer:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where readers find this server. Only after `start`."""
+        """Where readers find this server. Only after `serve_streams`."""
         endpoint = Endpoint(
             host=self.options.advertise_host or self.options.host,
             port=self._port,
@@ -119,12 +119,12 @@ class PlaneServer:
         with self._lock:
             return sum(live.stream.is_opened for live in self._streams)
 
-    def start(self) -> None:
+    def serve_streams(self) -> None:
         """Listen and serve. Raises OSError when the address cannot be bound."""
         assert self._acceptor is None and not self._closing, "a server is started once"
         self._listen()
 
-    def connect(self) -> Wire:
+    def connect_locally(self) -> Wire:
         """Return the reader's end of a new stream inside this process. Raises ConnectionError when closing."""
         ours, theirs = self._pair()
         if not self._admit(ours, "this process"):

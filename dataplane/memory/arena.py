@@ -75,7 +75,7 @@ class Arena:
     @classmethod
     def create(cls, shape: ArenaShape) -> Self:
         """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
-        return cls.create_bytes(shape.num_bytes)
+        return cls.create_bytes(shape.arena_bytes)
 
     @classmethod
     def create_bytes(cls, num_bytes: int) -> Self:

@@ -59,7 +59,7 @@ class BlockCodec:
         self._block_size = block_size
         self._tile_blocks = max(1, _TILE_NUMBERS // (block_size * num_heads * head_dim))
 
-    def num_bytes(self, first_token: int, num_tokens: int) -> int:
+    def wire_bytes(self, first_token: int, num_tokens: int) -> int:
         """Return how many bytes these tokens become."""
         return self._scale_bytes(first_token, num_tokens) + num_tokens * self._num_heads * self._head_dim
 
@@ -101,7 +101,7 @@ class BlockCodec:
 
     def _split(self, wire: Bytes, first_token: int, num_tokens: int) -> tuple[Floats, Bytes]:
         """Return the scales [block, head] and the packed numbers [token, head, dim] as views."""
-        assert wire.nbytes == self.num_bytes(first_token, num_tokens), "the length was checked before"
+        assert wire.nbytes == self.wire_bytes(first_token, num_tokens), "the length was checked before"
         border = self._scale_bytes(first_token, num_tokens)
         scales = wire[:border].view("<f4").reshape(-1, self._num_heads)
         return scales, wire[border:].reshape(num_tokens, self._num_heads, self._head_dim)

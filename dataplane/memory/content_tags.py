@@ -40,7 +40,9 @@ class BlockContents:
     def views(self, block: int) -> list[ByteArray]:
         """Return a block's bytes as views: layer by layer, the keys before the values."""
         layout, array = self.shape.layout, self._arena.host_array
-        assert array is not None and array.nbytes >= self.shape.num_bytes, "the arena is open, and the host can read it"
+        assert array is not None and array.nbytes >= self.shape.arena_bytes, (
+            "the arena is open, and the host can read it"
+        )
         size = layout.block_size * layout.token_bytes
         offsets = (
             self.shape.offset(layer, key_or_value, block * layout.block_size)

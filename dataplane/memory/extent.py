@@ -106,7 +106,7 @@ class Extent:
         """Return the bytes of a frame."""
         if self.codec is None:
             return self.memory_bytes(num_layers, num_tokens)
-        return num_layers * 2 * self.codec.num_bytes(first_token, num_tokens)
+        return num_layers * 2 * self.codec.wire_bytes(first_token, num_tokens)
 
 
 def first_kept_block(table: BlockTable, end_block: int) -> int:

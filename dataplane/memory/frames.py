@@ -111,7 +111,7 @@ class SequenceMemory:
     shape says."""
 
     def __init__(self, array: ByteArray, runs: SequenceRuns) -> None:
-        if runs.shape.num_bytes > array.nbytes:
+        if runs.shape.arena_bytes > array.nbytes:
             raise ValueError(f"{runs.shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
         self.array = array
         self.runs = runs
@@ -139,7 +139,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory: ByteArray = np.empty(0, np.uint8)
 
-    def take(self, num_bytes: int) -> ByteArray:
+    def borrow(self, num_bytes: int) -> ByteArray:
         """Return that many bytes; what was taken before is void."""
         if self._memory.nbytes < num_bytes:
             memory = np.empty(num_bytes + mmap.PAGESIZE, np.uint8)
@@ -236,7 +236,7 @@ def _pairs(spans: list[SlotSpan], others: list[SlotSpan], max_rows: int) -> list
 def _staged(memory: npt.NDArray[np.void], indices: Int64s) -> Iterator[tuple[npt.NDArray[np.void], int]]:
     """Yield these cells one behind the other, as many as are staged at once, until the next, and which the first is."""
     size = memory.itemsize
-    staging = Staging().take(max(size, STAGED_BYTES // size * size)).view(memory.dtype)
+    staging = Staging().borrow(max(size, STAGED_BYTES // size * size)).view(memory.dtype)
     for at in range(0, len(indices), len(staging)):
         taken = indices[at : at + len(staging)]
         cells = staging[: len(taken)]

@@ -50,7 +50,7 @@ class KVProgress:
                 self._marks[layer] = mark
                 self._wake()
 
-    def finish(self, trailer: bytes = b"") -> None:
+    def complete(self, trailer: bytes = b"") -> None:
         """All layers of all tokens are in the arena: no mark is to be waited for any more. `trailer` goes to
         the readers behind them."""
         with self._lock:
@@ -60,7 +60,7 @@ class KVProgress:
             self._wake()
 
     def fail(self, reason: str) -> None:
-        """Nothing more will come, and what has come must not be read any more. Idempotent; also after `finish`."""
+        """Nothing more will come, and what has come must not be read any more. Idempotent; also after `complete`."""
         with self._lock:
             if self._failure is None:
                 self._failure = reason

@@ -43,11 +43,11 @@ class Waker(Protocol):
         """From any thread, but never from two at once."""
         ...
 
-    def clear(self) -> None:
+    def rearm(self) -> None:
         """Forget the calls so far, before looking at what they announced."""
         ...
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_readable(self, timeout_s: float) -> bool:
         """Return whether either happened in time."""
         ...
 
@@ -244,11 +244,11 @@ class _SocketWaker:
             self._set = True
             os.eventfd_write(self._fd, 1)
 
-    def clear(self) -> None:
+    def rearm(self) -> None:
         if self._set:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._fd)
             self._set = False
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_readable(self, timeout_s: float) -> bool:
         return bool(self._poll.poll(timeout_s * 1000))

@@ -50,7 +50,7 @@ class EmbeddedNats:
         return self._process.pid
 
     @classmethod
-    def start(cls, port: int | None, state_dir: Path, access: str = "") -> "EmbeddedNats":
+    def launch(cls, port: int | None, state_dir: Path, access: str = "") -> "EmbeddedNats":
         """Start a server on `port` (None: a free one) and return once it answers. Raises UserError.
 
         `access`: the part of its configuration that says who may come in (`MeshKeys.broker_config`); empty: anybody.
@@ -87,7 +87,7 @@ class EmbeddedNats:
             raise
         return server
 
-    def wait(self) -> int:
+    def wait_ended(self) -> int:
         """Block until the server has ended; return its exit code, negative for a signal."""
         return self._process.wait()
 

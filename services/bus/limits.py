@@ -10,7 +10,7 @@ MAX_WAITING = 65_536
 """So many messages may wait for one subscription's reader; one more is dropped, counted and logged."""
 
 MAX_ANSWERING = 4_096
-"""So many requests of one subject may be answered at a time; one more is left to its asker's timeout."""
+"""So many requests of one subject may be answered at a time; one more is left to its requester's timeout."""
 
 # The connection to NATS.
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MemoryDelivery:
-    """See `Delivery`. `reply` is where a request's asker waits; None for an event."""
+    """See `Delivery`. `reply` is where a request's requester waits; None for an event."""
 
     subject: str
     payload: bytes
@@ -68,7 +68,7 @@ class MemorySubscription:
         self.bus.num_dropped += 1
 
     async def close(self) -> None:
-        self.bus.remove(self)
+        self.bus.unsubscribe(self)
         self.inbox.put_nowait(None)
 
 
@@ -146,7 +146,7 @@ class MemoryBus:
             if not reply.done():
                 reply.set_exception(BusClosedError())
 
-    def remove(self, subscription: MemorySubscription) -> None:
+    def unsubscribe(self, subscription: MemorySubscription) -> None:
         if subscription in self._broker.subscriptions:
             self._broker.subscriptions.remove(subscription)
 

@@ -61,7 +61,7 @@ class TypedBus:
     _num_dropped_by_bus: int = 0
 
     def __post_init__(self) -> None:
-        self.metrics.on_sample(lambda: self.metrics.put(BUS_CONNECTS, {(): self.connection.num_connects}))
+        self.metrics.on_sample(lambda: self.metrics.set_series(BUS_CONNECTS, {(): self.connection.num_connects}))
 
     def drop(self, reason: str, num: int = 1) -> None:
         """Count messages that came to nothing. `reason`: one of `DROPPED`."""
@@ -192,7 +192,7 @@ class TypedBus:
     async def _answer(self, delivery: Delivery, pending: Awaitable[Message | None]) -> None:
         try:
             reply = await pending
-        except Exception:  # nobody is answered: the asker's own timeout ends its wait
+        except Exception:  # nobody is answered: the requester's own timeout ends its wait
             self.drop("handler_failed")
             delivery.count_failure("answering failed")
             log.exception("answering on %s failed", delivery.subject)
@@ -237,8 +237,8 @@ def _payload_of(delivery: Delivery, subject: Subject[Any, Any]) -> bytes:
 
 
 def is_led_elsewhere(subject: Subject[Any, Any], delivery: Delivery) -> bool:
-    """Say whether a reply would not go to somebody who may ask this: whoever answers may publish there what the asker
-    may not. What is so led is not answered."""
+    """Say whether a reply would not go to somebody who may ask this: whoever answers may publish there what the
+    requester may not. What is so led is not answered."""
     if not delivery.reply_to or delivery.reply_to.startswith(replies_to(subject)):
         return False
     log.warning("a question on %s is not answered: its reply would go to %s", delivery.subject, delivery.reply_to)

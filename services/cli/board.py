@@ -21,7 +21,7 @@ class Rate:
     since_s: float
     _events: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
 
-    def add(self, now_s: float, amount: float = 1.0) -> None:
+    def count(self, now_s: float, amount: float = 1.0) -> None:
         self._events.append((now_s, amount))
 
     def per_s(self, now_s: float) -> float:
@@ -42,7 +42,7 @@ class Traffic:
 
 @dataclass
 class Board:
-    """What is known of a mesh. `hear` adds a message; the other methods return what to draw."""
+    """What is known of a mesh. `add_message` adds a message; the other methods return what to draw."""
 
     began_s: float
     policy: str = ""
@@ -63,7 +63,7 @@ class Board:
         self.finished = Rate(self.began_s)
         self.tokens = Rate(self.began_s)
 
-    def hear(self, message: Message, now_s: float, now_ms: int) -> None:
+    def add_message(self, message: Message, now_s: float, now_ms: int) -> None:
         """Add a message. `now_s`: monotonic; `now_ms`: the same, as deadlines have it."""
         match message:
             case WorkerLoad():
@@ -81,7 +81,7 @@ class Board:
         known = self.loads.get(load.worker.worker_id)
         if known is not None:
             before = known[1] if known[1].worker.incarnation == load.worker.incarnation else None
-            self.tokens.add(now_s, load.num_tokens - (before.num_tokens if before else 0))
+            self.tokens.count(now_s, load.num_tokens - (before.num_tokens if before else 0))
         self.loads[load.worker.worker_id] = (now_s, load)
 
     def _hear_left(self, left: WorkerLeft) -> None:
@@ -94,8 +94,8 @@ class Board:
         pair = self.pairs.get(key)
         if pair is None:
             pair = self.pairs[key] = Traffic(Rate(self.began_s), Rate(self.began_s))
-        pair.num_bytes.add(now_s, landed.num_bytes)
-        pair.transfers.add(now_s)
+        pair.num_bytes.count(now_s, landed.num_bytes)
+        pair.transfers.count(now_s)
         pair.carrier, pair.last_s = landed.carrier, now_s
 
     def _hear_event(self, event: observe.StoryMessage, now_s: float, now_ms: int) -> None:
@@ -115,7 +115,7 @@ class Board:
                 self.num_moved += event.moved_by is not None
             case observe.RequestFinished():
                 self.ends["finished"] += 1
-                self.finished.add(now_s)
+                self.finished.count(now_s)
             case observe.RequestFailed(code=code):
                 self.ends["failed"] += 1
                 self.failures[code] += 1

@@ -72,7 +72,7 @@ class Tail:
     _open: set[str] = field(default_factory=set[str])
     has_ended: bool = False
 
-    def hear(self, event: TailEvent, now_s: float) -> Text | None:
+    def line_of(self, event: TailEvent, now_s: float) -> Text | None:
         """Return the event's line; None where it belongs to another request. `now_s`: Unix time."""
         if self.wanted and not _is_part(bare_id(event.request_id), self.wanted):
             return None
@@ -114,7 +114,7 @@ async def tail(access: BusAccess, request_id: str, stop: asyncio.Event) -> None:
 
 async def _print(subscription: Subscription, tail: Tail, console: Console) -> None:
     async for event in _events(subscription, tail):
-        if (line := tail.hear(event, time.time())) is not None:
+        if (line := tail.line_of(event, time.time())) is not None:
             console.print(line)
 
 

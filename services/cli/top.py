@@ -74,7 +74,7 @@ async def listening(access: BusAccess, board: Board) -> AsyncGenerator[None]:
 
 async def _listen(bus: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None:
     def hear(received: Received[Message]) -> None:
-        board.hear(received.message, time.monotonic(), now_ms())
+        board.add_message(received.message, time.monotonic(), now_ms())
 
     for subject in HEARD:
         await bus.listen(tasks, subject, ("*",) * len(subject.ids), hear)

@@ -126,7 +126,7 @@ async def _up(options: UpOptions) -> int:
         return 0
     finally:
         with console.status("stopping, once more Ctrl-C: at once ..."):
-            await supervisor.stop()
+            await supervisor.stop_all()
         state_file.unlink(missing_ok=True)
         metrics_file.unlink(missing_ok=True)
 
@@ -145,7 +145,7 @@ async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event
     """Start the mesh, with a progress bar. False: a signal came first. Raises UserError."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        return await ended_before(stop, supervisor.start(progress))
+        return await ended_before(stop, supervisor.start_all(progress))
 
 
 def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None:

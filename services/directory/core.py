@@ -75,7 +75,7 @@ class Holder:
         """More is known of it than it has room for by what it says now."""
         return any(self.num_of.get(bit, 0) > self.room_on(tier) for tier, bit in self.bits.items())
 
-    def keep(self, event: BlockEvent) -> bool:
+    def queue_event(self, event: BlockEvent) -> bool:
         """Keep an event until it can be applied. Returns whether there was room for it; if not, the earlier ones are
         given up."""
         num_blocks = len(event.block_hashes) // BLOCK_HASH_BYTES
@@ -109,7 +109,7 @@ class DirectoryCore:
         """Blocks that were announced beyond a bound, and holders beyond theirs."""
 
     @property
-    def num_blocks(self) -> int:
+    def num_known_blocks(self) -> int:
         """Distinct blocks, with those of gone holders until they are swept."""
         return self._map.num_blocks
 
@@ -221,7 +221,7 @@ class DirectoryCore:
         holder.heard_ms = now_ms
         if event.sequence <= holder.sequence:
             return []  # heard before, or in the inventory already
-        has_room = holder.keep(event)
+        has_room = holder.queue_event(event)
         if not holder.is_reading:
             self._apply_pending(holder)
         if not holder.pending or (holder.is_reading and has_room):
@@ -353,7 +353,7 @@ class DirectoryCore:
             if isinstance(event, BlocksStored):
                 self._add(holder, bit, event.tier, event.block_hashes)
             else:
-                num_removed, num_left = self._map.remove(bit, event.block_hashes)
+                num_removed, num_left = self._map.unmark(bit, event.block_hashes)
                 holder.num_of[bit] = holder.num_of.get(bit, 0) - num_removed
                 self.num_passed_over += num_left
         if not holder.pending:
@@ -362,11 +362,11 @@ class DirectoryCore:
     def _add(self, holder: Holder, bit: int, tier: Tier, joined: bytes) -> None:
         """Note what a holder says that it has, as far as that may be."""
         known = holder.num_of.get(bit, 0)
-        num_added, num_left = self._map.add(bit, joined, max(0, holder.room_on(tier) - known))
+        num_added, num_left = self._map.mark(bit, joined, max(0, holder.room_on(tier) - known))
         holder.num_of[bit] = known + num_added
         self.num_passed_over += num_left
 
     def _bit(self, holder: Holder, bits: dict[Tier, int], tier: Tier) -> int:
         if tier not in bits:
-            bits[tier] = self._map.open(Owner(holder.worker_id, holder.incarnation, tier))
+            bits[tier] = self._map.new_owner(Owner(holder.worker_id, holder.incarnation, tier))
         return bits[tier]

@@ -108,7 +108,7 @@ class BlockMap:
     def shown_bits(self) -> int:
         return self._shown
 
-    def open(self, owner: Owner) -> int:
+    def new_owner(self, owner: Owner) -> int:
         """Return a bit for this holder and tier. Nobody sees its blocks until `show`."""
         if None in self._owners:
             at = self._owners.index(None)
@@ -138,7 +138,7 @@ class BlockMap:
             self._several_tiers &= ~bit
             self._gone |= bit
 
-    def add(self, bit: int, joined: bytes, room: int) -> Changed:
+    def mark(self, bit: int, joined: bytes, room: int) -> Changed:
         """Set this bit in these blocks, in at most `room` that do not have it."""
         num_blocks = len(joined) // BLOCK_HASH_BYTES
         if num_blocks <= FEW_BLOCKS or num_blocks > min(room, limits.MAX_BLOCKS - self.num_blocks):
@@ -156,7 +156,7 @@ class BlockMap:
                 num_added += num_new
         return Changed(num_added, num_left)
 
-    def remove(self, bit: int, joined: bytes) -> Changed:
+    def unmark(self, bit: int, joined: bytes) -> Changed:
         """Clear this bit from these blocks."""
         if len(joined) // BLOCK_HASH_BYTES <= FEW_BLOCKS:
             slots_of_few = (self._table.slot_of(block_hash) for block_hash in split_hashes(joined))
@@ -277,7 +277,7 @@ class BlockMap:
                 self._heat[part] >>= 1
 
     def _add_one_by_one(self, bit: int, joined: bytes, room: int) -> Changed:
-        """As `add`: quicker for few blocks, and in order, so that the first are known where not all may be."""
+        """As `mark`: quicker for few blocks, and in order, so that the first are known where not all may be."""
         num_added = num_left = 0
         for block_hash in split_hashes(joined):
             slot = self._table.slot_of(block_hash)

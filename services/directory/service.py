@@ -61,7 +61,7 @@ async def run_directory(
     async with asyncio.TaskGroup() as tasks:
         bus = TypedBus(connection, "directory", metrics or Metrics())
         directory = Directory(bus, tasks, config.times.directory)
-        await directory.start()
+        await directory.begin_serving()
         if on_ready is not None:
             on_ready()
         await stop.wait()
@@ -81,7 +81,7 @@ class Directory:
         self._num_losses = self._losses()
         bus.metrics.on_sample(self._sample)
 
-    async def start(self) -> None:
+    async def begin_serving(self) -> None:
         """Listen and answer from now on. Raises BusError."""
         await self._bus.announce("knows which worker is said to hold which KV blocks")
         await self._listen(subjects.JOINED, _worker_heard)
@@ -91,7 +91,7 @@ class Directory:
         await self._listen(subjects.EVICTED, _blocks_changed)
         await self._bus.serve(self._tasks, subjects.LOCATE, (), self._locate)
         await self._bus.serve(self._tasks, subjects.DIRECTORY_STATUS, (), self._describe)
-        await self._bus.serve(self._tasks, subjects.HEAT, ("*",), self._tell_heat)
+        await self._bus.serve(self._tasks, subjects.HEAT, ("*",), self._answer_heat)
         await self._bus.connection.flush()
         self._start(self._tick(), "forget the silent")
 
@@ -127,7 +127,7 @@ class Directory:
     async def _describe(self, received: Received[DescribeDirectory]) -> DirectoryDescribed:
         return DirectoryDescribed(holders=self.core.known_holders)
 
-    async def _tell_heat(self, received: Received[AskHeat]) -> BlockHeat:
+    async def _answer_heat(self, received: Received[AskHeat]) -> BlockHeat:
         """Answer a part at a time, so that questions are answered in between."""
         asked, heat = received.message, bytearray()
         joined = _leading(asked.block_hashes)
@@ -159,8 +159,8 @@ class Directory:
         task.add_done_callback(self._running.pop)
 
     def _sample(self) -> None:
-        self._bus.metrics.put(DIRECTORY_BLOCKS, {(): self.core.num_blocks})
-        self._bus.metrics.put(DIRECTORY_HOLDERS, {(): self.core.num_holders})
+        self._bus.metrics.set_series(DIRECTORY_BLOCKS, {(): self.core.num_known_blocks})
+        self._bus.metrics.set_series(DIRECTORY_HOLDERS, {(): self.core.num_holders})
 
     def _losses(self) -> int:
         """Return how often events may have been lost on their way here: outages, and messages that the bus dropped."""

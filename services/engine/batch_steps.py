@@ -32,7 +32,7 @@ class BatchSteps:
     def load(self) -> EngineLoad:
         return self._batch.load()
 
-    def step(self) -> StepResult | None:
+    def run_step(self) -> StepResult | None:
         items = self._batch.plan()
         if not items:
             return None
@@ -50,4 +50,4 @@ class BatchSteps:
         self.engine.close()
 
     def _compute(self, items: list[StepItem]) -> list[Outcome]:
-        return self.engine.step(items)
+        return self.engine.compute(items)

@@ -57,7 +57,7 @@ class FakeEngine:
         self.before_layer = before_layer
         self._arena: memoryview | None = arena_buffer.cast("B")
 
-    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+    def compute(self, items: Seq[StepItem]) -> list[Outcome]:
         """Write the items' rows layer by layer, tell the listeners, and return an outcome per sampling item."""
         if self.before_step is not None:
             self.before_step(items)

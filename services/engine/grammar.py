@@ -52,7 +52,7 @@ class Grammars:
         finally:
             threading.stack_size(size)
 
-    def start(self, text: str) -> "Future[Grammar]":
+    def compile(self, text: str) -> "Future[Grammar]":
         """Begin to understand a grammar, llguidance's Lark, for one answer. The future has a GrammarError where it
         cannot be. A grammar that is kept, or being understood, is not understood twice."""
         started: Future[Grammar] = Future()

@@ -159,7 +159,7 @@ class Engine(Protocol):
     layout: KVLayout
     vocab_size: int
 
-    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+    def compute(self, items: Seq[StepItem]) -> list[Outcome]:
         """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item. Where
         a prompt's logarithms are wanted, append those of what was computed."""
         ...
@@ -208,7 +208,7 @@ class Steps(Protocol):
         """Return what there is to do."""
         ...
 
-    def step(self) -> StepResult | None:
+    def run_step(self) -> StepResult | None:
         """Compute a step and tell the layer listeners; None: there was nothing to do.
 
         Sequences that ended here have left when this returns. Raises StepFailedError.
@@ -258,7 +258,7 @@ StartGrammar = Callable[[str], "Future[Grammar]"]
 class KeptGrammars(Protocol):
     """Grammars that are kept once they are understood."""
 
-    def start(self, text: str) -> "Future[Grammar]":
+    def compile(self, text: str) -> "Future[Grammar]":
         """As `StartGrammar`."""
         ...
 

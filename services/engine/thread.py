@@ -145,9 +145,9 @@ class EngineThread:
             removed = [sequence for entry in entries if (sequence := self._apply(entry, refused)) is not None]
             self._steps_load = self._steps.load()
         for sequence in removed:
-            self._tell(self._on_removed, sequence)
+            self._call_back(self._on_removed, sequence)
         if refused:
-            self._tell(self._on_failure, refused, "the engine does not take this sequence")
+            self._call_back(self._on_failure, refused, "the engine does not take this sequence")
         return True
 
     def _apply(self, entry: Sequence | _Cancel, refused: list[Sequence]) -> Sequence | None:
@@ -163,15 +163,15 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            result = self._steps.step()
+            result = self._steps.run_step()
         except StepFailedError as error:
             log.exception("an engine step of %d sequences failed", len(error.sequences))
-            self._tell(self._on_failure, error.sequences, str(error))
+            self._call_back(self._on_failure, error.sequences, str(error))
             if error.is_lost:
                 raise
             return
         if result is not None:
-            self._tell(self._on_step, result)
+            self._call_back(self._on_step, result)
 
     def _end(self) -> None:
         with self._changed:
@@ -183,9 +183,9 @@ class EngineThread:
             left = [*self._steps.clear(), *refused]
             self._steps_load = self._steps.load()
         if left:
-            self._tell(self._on_failure, left, "the engine was stopped")
+            self._call_back(self._on_failure, left, "the engine was stopped")
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+    def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             callback(*arguments)
         except Exception:

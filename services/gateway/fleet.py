@@ -8,22 +8,22 @@ from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
 from services.config import MeshConfig
 from services.gateway.request.events import WorkerLost
-from services.presence import Hearing, Incarnations, Speaker
+from services.presence import FailureDetector, Incarnations, Speaker
 
 FleetMessage = WorkerJoined | WorkerLoad | WorkerLeft
 
 
 class Fleet:
-    """The workers that have been heard. `hearing`: when this gateway heard anything at all; a load is to be handled
+    """The workers that have been heard. `detector`: when this gateway heard anything at all; a load is to be handled
     before that hears of it. A worker that is silent for `worker_silent_ms` while its name speaks was replaced."""
 
-    def __init__(self, hearing: Hearing, config: MeshConfig) -> None:
-        self._incarnations = Incarnations(hearing, config.gateway.worker_silent_ms)
+    def __init__(self, detector: FailureDetector, config: MeshConfig) -> None:
+        self._incarnations = Incarnations(detector, config.gateway.worker_silent_ms)
         self._kept_ms = config.times.gateway.load_kept_ms
         self._loads: dict[WorkerId, tuple[int, BlockCounts]] = {}
         """When a worker last said its load, and its blocks."""
 
-    def handle(self, message: FleetMessage, now_ms: int) -> list[WorkerLost]:
+    def apply(self, message: FleetMessage, now_ms: int) -> list[WorkerLost]:
         """Note what a worker, or the scheduler on its behalf, has said. Return the workers whose requests are lost."""
         match message:
             case WorkerLeft(worker_id=worker_id, incarnation=incarnation):

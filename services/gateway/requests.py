@@ -76,7 +76,7 @@ from services.gateway.request.job import (
 from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
 from services.keep import keep_traces
-from services.presence import Hearing
+from services.presence import FailureDetector
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.trust.credentials import TenantSigner
@@ -109,10 +109,10 @@ class Requests:
 
     def __post_init__(self) -> None:
         self._idle.set()
-        self._hearing = Hearing(self.config.times.presence)
+        self._detector = FailureDetector(self.config.times.presence)
         self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway, self._live)
         self._spans = ChoiceSpans(self.telemetry)
-        self._fleet = Fleet(self._hearing, self.config)
+        self._fleet = Fleet(self._detector, self.config)
 
     async def listen(self) -> None:
         """Subscribe to all that a gateway hears, and serve all that it answers. Raises BusError."""
@@ -131,13 +131,13 @@ class Requests:
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, FailRequest or Abandon in the mailbox, by its deadline."""
         core = RequestCore(
-            job.request_id, job.sampling.max_tokens, self.config, self._hearing, must_split=job.must_split
+            job.request_id, job.sampling.max_tokens, self.config, self._detector, must_split=job.must_split
         )
         proof, now = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms), now_ms()
         live = LiveRequest(job, choice, mailbox, core, job.prompt, proof, now, Told("placing", now))
         self._live[job.request_id] = live
         self._idle.clear()
-        self._stories.begin(live)
+        self._stories.accepted(live)
         if not self._is_ticking:
             self._is_ticking = True
             self.tasks.create_task(self._tick(), name="watch over requests")
@@ -155,7 +155,7 @@ class Requests:
         just now."""
         if not self._keep_rate.allows_one_more():
             return False
-        self.telemetry.keep(trace_id)
+        self.telemetry.keep_trace(trace_id)
         message = KeepTrace(trace_id=trace_id, reason=reason)
         self.tasks.create_task(self._keep(message), name=f"keep {trace_id}")
         return True
@@ -193,7 +193,7 @@ class Requests:
 
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id
-        self._hearing.hear(now_ms())
+        self._detector.heard(now_ms())
         for share in received.message.requests:
             live = self._live.get(RequestId(share.request_id))
             if live is not None:
@@ -211,8 +211,8 @@ class Requests:
 
     def _on_fleet(self, received: Received[FleetMessage]) -> None:
         time_ms = now_ms()
-        lost = self._fleet.handle(received.message, time_ms)
-        self._hearing.hear(time_ms)
+        lost = self._fleet.apply(received.message, time_ms)
+        self._detector.heard(time_ms)
         for event in lost:
             for live in list(self._live.values()):
                 self.handle(live, event)
@@ -371,7 +371,7 @@ class Requests:
         try:
             reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), job.trace)
         except NoRespondersError:
-            self._hearing.hear(now_ms())
+            self._detector.heard(now_ms())
             raise
-        self._hearing.hear(now_ms())
+        self._detector.heard(now_ms())
         return reply

@@ -46,7 +46,7 @@ class NameHolder:
         self._stop = stop
         self._within_s = within_s
 
-    def check(self) -> None:
+    def confirm(self) -> None:
         """Raises UserError where somebody else keeps the name."""
         if self.lost_to is not None:
             raise UserError(
@@ -106,7 +106,7 @@ async def holding(bus: Bus, name: str, stop: asyncio.Event, within_s: float) -> 
     the block, for which `stop` is set."""
     holder = NameHolder(bus, name, stop, within_s)
     await holder.ask()
-    holder.check()
+    holder.confirm()
     subscription = await bus.subscribe(subjects.CLAIM.of(name))
     tasks = [
         asyncio.create_task(holder.answer(subscription), name="answer for the name"),
@@ -119,4 +119,4 @@ async def holding(bus: Bus, name: str, stop: asyncio.Event, within_s: float) -> 
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await subscription.close()
-    holder.check()
+    holder.confirm()

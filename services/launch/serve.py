@@ -71,7 +71,7 @@ def run_service(
     configure_logging(name)
     metrics = Metrics(name if role in HOLDERS else "")
     metrics.prepare(metrics_of(role))
-    metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
+    metrics.on_sample(lambda: metrics.set_series(SERVICE_INFO, {(name,): 1}))
     try:
         config = _with_engine(role, config, overrides.engine)
         key = _key_of(role, config, config_path)

@@ -163,7 +163,7 @@ class MetricsTarget(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """Runs one mesh. Call `start`, which raises UserError, and always `stop`, which leaves no process behind.
+    """Runs one mesh. Call `start_all`, which raises UserError, and always `stop_all`, which leaves no process behind.
 
     Services that end by themselves are started again; `say` is called with a line on each such event.
     """
@@ -255,7 +255,7 @@ class Supervisor:
         own = {} if self._nats is None else {BROKER: self._nats_restarts}
         return own | {child.name: child.restarts for child in self._children}
 
-    async def start(self, progress: Progress | None = None) -> None:
+    async def start_all(self, progress: Progress | None = None) -> None:
         """Start everything, and return once all services are ready. Raises UserError."""
         options = self._options
         policy_named(SchedulerConfig(policy=options.policy))
@@ -271,7 +271,7 @@ class Supervisor:
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not options.keys:
-            MeshKeys.fresh(content_secret=_content_secret() if options.store else "").write(self.keys_dir)
+            MeshKeys.fresh(content_secret=_content_secret() if options.store else "").save(self.keys_dir)
         self.nats_url = await self._start_broker()
         write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
         for role, name in options.services:
@@ -287,7 +287,7 @@ class Supervisor:
         if self._nats is not None:
             self._restarters.append(asyncio.create_task(self._keep_broker_running(), name="keep the broker running"))
 
-    async def stop(self) -> None:
+    async def stop_all(self) -> None:
         """Stop the gateways, then all workers, the store, and the rest. What does not stop in time is killed."""
         for task in self._restarters:
             task.cancel()
@@ -302,7 +302,7 @@ class Supervisor:
         remove_stale_arenas()
 
     def kill(self) -> None:
-        """Kill all services at once. `stop` then returns soon."""
+        """Kill all services at once. `stop_all` then returns soon."""
         for child in self._children:
             child.kill()
 
@@ -311,21 +311,21 @@ class Supervisor:
         if child.role in WORKER_ROLES:
             timeout_s += self._options.drain_s
         if not await child.stop(timeout_s):
-            self._tell(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
+            self._print(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
 
     async def _keep_running(self, child: Child) -> None:
         """Start a service again whenever it ends by itself, until it is given up."""
         while True:
             await child.wait_ended()
             if child.process.returncode == EXIT_DRAINED:
-                self._tell(f"[yellow]{child.name} was drained[/yellow], and is not started again")
+                self._print(f"[yellow]{child.name} was drained[/yellow], and is not started again")
                 return
             if child.process.returncode != EXIT_AGAIN:
                 await self._wait_to_restart(child.restarts, child.started_s, child.describe_end())
             try:
                 child.replace(await self._spawn(child.role, child.name), time.monotonic())
             except OSError as error:  # and once more: the process that is waited for has ended already
-                self._tell(f"[red]{child.name} could not be started: {error}[/red]")
+                self._print(f"[red]{child.name} could not be started: {error}[/red]")
 
     async def _keep_broker_running(self) -> None:
         """Start the broker again whenever it ends, on the same port."""
@@ -333,13 +333,13 @@ class Supervisor:
         port = urlsplit(self._nats.url).port
         while True:
             started_s = time.monotonic()
-            code = await asyncio.to_thread(self._nats.wait)
+            code = await asyncio.to_thread(self._nats.wait_ended)
             await self._wait_to_restart(self._nats_restarts, started_s, f"{BROKER} ended with code {code}")
             try:
                 # Not on a helper thread: the server is started so that it ends with the thread that started it.
-                self._nats = EmbeddedNats.start(port, self._run_dir, self._broker_access)
+                self._nats = EmbeddedNats.launch(port, self._run_dir, self._broker_access)
             except UserError as error:
-                self._tell(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
+                self._print(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
     async def _keep_logs_short(self) -> None:
         while True:
@@ -352,10 +352,10 @@ class Supervisor:
         """Report what ended, and wait until it is time to start it again."""
         wait_s = restarts.ended(started_s, time.monotonic())
         when = f"again in {wait_s:.0f} s, as it ends too often; see {self.log_dir}" if restarts.num_rests else "again"
-        self._tell(f"[yellow]{escape(how_it_ended)}[/yellow]; it is started {when}")
+        self._print(f"[yellow]{escape(how_it_ended)}[/yellow]; it is started {when}")
         await asyncio.sleep(wait_s)
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Say what has happened. Whoever hears it, and whether anybody does, decides nothing here."""
         with contextlib.suppress(Exception):
             self._say(text)
@@ -364,7 +364,7 @@ class Supervisor:
         asked, workers = self._options.devices or (environment_device() or "auto",), self._options.workers
         cards = await probe_cards() if "auto" in asked or "cuda" in asked else Cards()
         if cards.reason and "auto" in asked:
-            self._tell(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
+            self._print(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
         planned = plan_devices(asked, cards, len(workers))
         check_driver(planned)
         check_carrier(self._options.carrier, planned)
@@ -374,7 +374,7 @@ class Supervisor:
         if self._options.nats == "embedded":
             # Not on a helper thread: the server is started so that it ends with the thread that started it.
             self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
-            self._nats = EmbeddedNats.start(None, self._run_dir, self._broker_access)
+            self._nats = EmbeddedNats.launch(None, self._run_dir, self._broker_access)
             return self._nats.url
         await self._check_broker(self._options.nats)
         return self._options.nats

@@ -120,11 +120,11 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         that there will be none."""
         attempt = self._by_handoff.get(event.handoff_id)
         if attempt is None and (event.request_id, event.attempt) in self.past:
-            return [self._tell_target(event, "the prefill worker has ended this attempt")]
+            return [self._notify_target(event, "the prefill worker has ended this attempt")]
         if attempt is None:
             if now_ms - self._early_reservations.setdefault(event.handoff_id, now_ms) >= self._times.unknown_after_ms:
                 del self._early_reservations[event.handoff_id]
-                return [self._tell_target(event, "the prefill worker knows nothing of it")]
+                return [self._notify_target(event, "the prefill worker knows nothing of it")]
             while len(self._early_reservations) > self._limits.max_queued:
                 del self._early_reservations[next(iter(self._early_reservations))]
             return []
@@ -182,7 +182,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         return is_prompt and len(attempt.prompt) - num_stored <= FINISHED_TOKENS
 
     def _drain_over(self, event: DrainOver, now_ms: int) -> list[Action]:
-        """Also give up prefixes whose readers have no room for them yet: nobody knows when they will."""
+        """Also give up prefixes whose readers have no room for them yet: when they will is not known."""
         actions = super()._drain_over(event, now_ms)
         computed = [a for a in self.attempts.values() if a.stage == "handing_over"]
         for attempt in [a for a in computed if a.lease is not None and not a.lease.is_offered]:
@@ -348,7 +348,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         self, attempt: PrefillAttempt, end: LeaseEnd, detail: str = "", *, tell_target: bool = False
     ) -> list[Action]:
         if attempt.lease is None:
-            return [self._tell_target_of(attempt, detail)] if tell_target and attempt.hands_over else []
+            return [self._notify_target_of(attempt, detail)] if tell_target and attempt.hands_over else []
         lease = self._leases.end(attempt.lease.lease_id, end, detail)
         return [] if lease is None else self._lease_gone(attempt, lease, tell_target=tell_target)
 
@@ -356,12 +356,12 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         self._cache.free(lease.tables)
         attempt.lease = None
         actions: list[Action] = [CloseLease(lease)]
-        return [*actions, self._tell_target_of(attempt, lease.outcome)] if tell_target else actions
+        return [*actions, self._notify_target_of(attempt, lease.outcome)] if tell_target else actions
 
-    def _tell_target_of(self, attempt: PrefillAttempt, reason: str) -> Publish:
-        return self._tell_target(attempt.request, reason, attempt.traceparent)
+    def _notify_target_of(self, attempt: PrefillAttempt, reason: str) -> Publish:
+        return self._notify_target(attempt.request, reason, attempt.traceparent)
 
-    def _tell_target(self, request: RunPrefill | HandoffMessage, reason: str, traceparent: str = "") -> Publish:
+    def _notify_target(self, request: RunPrefill | HandoffMessage, reason: str, traceparent: str = "") -> Publish:
         """Tell the decode worker that no (more) KV of this comes."""
         aborted = HandoffAborted(**handoff_fields(request, self._limits.worker_id), reason=reason)
         return publish_event(subjects.ABORTED, aborted, traceparent)

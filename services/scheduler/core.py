@@ -7,7 +7,7 @@ back as the same incarnation. The rules are `services.presence`'s. Where a reque
 Workers speak by themselves. Asked is who is overdue, and who is in doubt: it is new, or its connection has ended, or
 nobody has served the last question.
 
-Three questions have an answer at once, and so are methods: `place`, `leave` and `describe`.
+Three questions have an answer at once, and so are methods: `place`, `leave` and `describe_fleet`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from schemas.worker import (
 )
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import SchedulerConfig
-from services.presence import OVERDUE_PINGS, BusConnected, Fences, Hearing, Peer
+from services.presence import OVERDUE_PINGS, BusConnected, FailureDetector, Fences, Peer
 from services.scheduler.events import (
     Action,
     BusProved,
@@ -88,7 +88,7 @@ class SchedulerCore:
         self._settings = settings
         # Every worker speaks several times in half of a silence, and where none does the broker is asked: who hears
         # nothing for that long is cut off.
-        self._hearing = Hearing(times, settings.silent_after_ms // 2)
+        self._detector = FailureDetector(times, settings.silent_after_ms // 2)
         self._fences = Fences(times)
         self._members: dict[WorkerId, Member] = {}
         """Whoever was heard of last comes last, so that those who are quiet are found without looking at all."""
@@ -107,7 +107,7 @@ class SchedulerCore:
     def handle(self, event: Event, now_ms: int) -> list[Action]:
         """React to what has happened: return what is to be done."""
         if not isinstance(event, PingUnanswered | BusConnected | BusProved):
-            self._hearing.hear(now_ms)
+            self._detector.heard(now_ms)
         match event:
             case WorkerJoined(worker=info) | WorkerLoad(worker=info):
                 if self._fences.holds(info.worker_id, info.incarnation):
@@ -131,9 +131,9 @@ class SchedulerCore:
             case BusProved(works=works):
                 self._is_proving = False
                 if works:
-                    self._hearing.proved(now_ms)
+                    self._detector.proved(now_ms)
             case BusConnected(num_connects=num_connects):
-                self._hearing.connects(num_connects, now_ms)
+                self._detector.connects(num_connects, now_ms)
         return []
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -142,7 +142,7 @@ class SchedulerCore:
         silent = [
             worker_id
             for worker_id, member in self._quiet(limit_ms, now_ms)
-            if self._hearing.is_silent(member.peer.heard_ms, limit_ms, now_ms)
+            if self._detector.is_silent(member.peer.heard_ms, limit_ms, now_ms)
         ]
         actions: list[Action] = [self._declare(worker_id, LeftReason.SILENT, now_ms) for worker_id in silent]
         ping_ms = self._settings.ping_interval_ms
@@ -156,9 +156,9 @@ class SchedulerCore:
                 actions.append(SendPing(worker_id, member.worker.info.incarnation, now_ms))
             self.wake_ms = min(self.wake_ms, member.next_ping_ms)
         self.wake_ms = min(self.wake_ms, self._overdue_ms(now_ms))
-        if not self._is_proving and (self._hearing.is_unproved or self._suspects(now_ms)):
+        if not self._is_proving and (self._detector.is_unproved or self._suspects(now_ms)):
             self._is_proving = True
-            self._hearing.ask_proof(now_ms)
+            self._detector.ask_proof(now_ms)
             actions.append(ProveBus())
         return actions
 
@@ -188,7 +188,7 @@ class SchedulerCore:
         """What was wrong with the policy's last choice, so that another one has chosen; empty: nothing."""
         return self._placer.policy_failure
 
-    def describe(self, now_ms: int, after: str = "", max_bytes: int = MAX_PAYLOAD_BYTES) -> FleetDescribed:
+    def describe_fleet(self, now_ms: int, after: str = "", max_bytes: int = MAX_PAYLOAD_BYTES) -> FleetDescribed:
         """Return what is known of the workers `after` this id, as much as fits into a message of `max_bytes`, and
         whether a request could be placed now on workers that are well."""
         suspects = self._suspects(now_ms)
@@ -220,12 +220,12 @@ class SchedulerCore:
             actions.append(self._declare(info.worker_id, LeftReason.RESTARTED, now_ms))
             member = None
         if member is None:
-            worker = self._fleet.join(info)
+            worker = self._fleet.add_worker(info)
             member = self._members[info.worker_id] = Member(worker, Peer(now_ms), next_ping_ms=now_ms)
             self._doubt(member, now_ms)
         self._heard(info.worker_id, member, now_ms)
         if isinstance(event, WorkerLoad):
-            self._fleet.hear(event, now_ms)
+            self._fleet.note_load(event, now_ms)
         return actions
 
     def _end_ping(self, event: PingAnswered | PingUnserved | PingUnanswered, now_ms: int) -> list[Action]:
@@ -243,7 +243,7 @@ class SchedulerCore:
                     self._heard(ping.worker_id, member, now_ms)
             case PingUnserved():
                 gap_ms = self._settings.ping_interval_ms // SECOND_PING_SHARE
-                is_gone = member.peer.is_gone(ping.sent_ms, self._hearing, now_ms, gap_ms)
+                is_gone = member.peer.is_gone(ping.sent_ms, self._detector, now_ms, gap_ms)
                 # One that has never answered may serve no pings at all; its silence tells of its end.
                 if is_gone and member.serves_pings:
                     return [self._declare(ping.worker_id, LeftReason.DIED, now_ms)]
@@ -261,7 +261,7 @@ class SchedulerCore:
         return SayLeft(left)
 
     def _leave(self, left: WorkerLeft, now_ms: int) -> None:
-        self._fences.add(left, now_ms)
+        self._fences.fence(left, now_ms)
         if self._member(left.worker_id, left.incarnation):
             del self._members[left.worker_id]
             self._doubted.pop(left.worker_id, None)
@@ -280,7 +280,7 @@ class SchedulerCore:
     def _overdue_ms(self, now_ms: int) -> int:
         """Return when the next worker will be overdue if it says nothing more."""
         limit_ms = OVERDUE_PINGS * self._settings.ping_interval_ms
-        left_ms = (limit_ms - self._hearing.quiet_ms(m.peer.heard_ms, now_ms) for m in self._members.values())
+        left_ms = (limit_ms - self._detector.quiet_ms(m.peer.heard_ms, now_ms) for m in self._members.values())
         return now_ms + max(LOOK_GAP_MS, next((left for left in left_ms if left > 0), limit_ms))
 
     def _member(self, worker_id: WorkerId, incarnation: str) -> Member | None:
@@ -292,18 +292,18 @@ class SchedulerCore:
         return {
             worker_id
             for worker_id, member in self._quiet(self._settings.suspect_after_ms, now_ms)
-            if self._hearing.quiet_ms(member.peer.heard_ms, now_ms) >= self._patience_ms(member)
+            if self._detector.quiet_ms(member.peer.heard_ms, now_ms) >= self._patience_ms(member)
         }
 
     def _quiet(self, limit_ms: int, now_ms: int) -> Iterator[tuple[WorkerId, Member]]:
         """Return who has said nothing for so long."""
         for worker_id, member in self._members.items():
-            if self._hearing.quiet_ms(member.peer.heard_ms, now_ms) < limit_ms:
+            if self._detector.quiet_ms(member.peer.heard_ms, now_ms) < limit_ms:
                 break
             yield worker_id, member
 
     def _heard(self, worker_id: WorkerId, member: Member, now_ms: int) -> None:
-        member.peer.hear(now_ms)
+        member.peer.seen(now_ms)
         self._members[worker_id] = self._members.pop(worker_id)
 
     def _patience_ms(self, member: Member) -> int:

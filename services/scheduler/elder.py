@@ -19,7 +19,7 @@ class ElderClock:
         self._elder_ns: int | None = None
         """When an elder was last heard."""
 
-    async def tell(self, _: Received[AskTime]) -> TimeTold:
+    async def answer_time(self, _: Received[AskTime]) -> TimeTold:
         """Answer a service, or another scheduler."""
         now_ns = time.monotonic_ns()
         if self._elder_ns is None or now_ns - self._elder_ns > FORGOTTEN_NS:

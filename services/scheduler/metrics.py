@@ -36,7 +36,7 @@ class SchedulerMetrics:
     def _sample(self) -> None:
         known = Counter((worker.role, worker.state) for worker in self._core.standing(now_ms()))
         # A role that nobody has is told as 0: what is not there cannot raise an alert.
-        self._metrics.put(names.WORKERS_KNOWN, {**{(role, "ready"): 0 for role in ROLES}, **known})
+        self._metrics.set_series(names.WORKERS_KNOWN, {**{(role, "ready"): 0 for role in ROLES}, **known})
 
 
 def kind_of(reply: Message) -> str:

@@ -103,7 +103,7 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._learnt = asyncio.Event()
         asyncio.get_running_loop().call_later(config.times.presence.learn_s, self._learnt.set)
-        self._tell_connects()
+        self._note_connects()
 
     async def listen(self) -> None:
         """Hear the fleet, and answer what is asked."""
@@ -111,7 +111,7 @@ class Scheduler:
             await self._bus.listen(self._tasks, subject, ("*",), self._hear)
         await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
         await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
-        await self._bus.serve(self._tasks, subjects.TIME, (), self._elder.tell)
+        await self._bus.serve(self._tasks, subjects.TIME, (), self._elder.answer_time)
         await self._bus.serve(self._tasks, subjects.LEAVE, ("*",), self._leave)
         ends = await self._bus.connection.subscribe(DISCONNECTED)
         self._start(self._hear_ends(ends), "hear whose connection ends")
@@ -123,7 +123,7 @@ class Scheduler:
     async def watch(self) -> None:
         """Tick the core until cancelled."""
         while True:
-            self._tell_connects()
+            self._note_connects()
             self._act(self._core.tick(now_ms()))
             self._wake.clear()
             self._sleeps_until_ms = self._core.wake_ms
@@ -141,13 +141,13 @@ class Scheduler:
     async def _hear_ends(self, ends: Subscription) -> None:
         """Where the broker does not say it, those who are quiet are asked all the same."""
         async for end in ends:
-            self._tell(ConnectionEnded(name_of(end.payload)))
+            self._take_in(ConnectionEnded(name_of(end.payload)))
 
     def _hear(self, received: Received[FleetEvent]) -> None:
         message = received.message
         worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
         if is_subject_token(worker_id):
-            self._tell(message)
+            self._take_in(message)
         else:
             self._bus.drop("malformed")
 
@@ -165,17 +165,17 @@ class Scheduler:
         return reply
 
     async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:
-        return self._core.describe(now_ms(), received.message.after, self._bus.connection.max_bytes)
+        return self._core.describe_fleet(now_ms(), received.message.after, self._bus.connection.max_bytes)
 
     async def _leave(self, received: Received[LeaveMesh]) -> LeaveAnswered:
         return self._core.leave(received.message, now_ms())
 
-    def _tell(self, event: Event) -> None:
+    def _take_in(self, event: Event) -> None:
         self._act(self._core.handle(event, now_ms()))
         if self._core.wake_ms < self._sleeps_until_ms:
             self._wake.set()
 
-    def _tell_connects(self) -> None:
+    def _note_connects(self) -> None:
         self._core.handle(BusConnected(self._bus.connection.num_connects), now_ms())
 
     def _act(self, actions: list[Action]) -> None:
@@ -199,12 +199,12 @@ class Scheduler:
         try:
             alive = await self._bus.ask(subjects.PING, (ping.worker_id,), PingWorker(), self._ping_timeout_s)
         except NoRespondersError:
-            self._tell_connects()  # what the broker says shortly after a reconnection proves nothing
-            self._tell(PingUnserved(ping))
+            self._note_connects()  # what the broker says shortly after a reconnection proves nothing
+            self._take_in(PingUnserved(ping))
         except BusError:
-            self._tell(PingUnanswered(ping))
+            self._take_in(PingUnanswered(ping))
         else:
-            self._tell(PingAnswered(ping, alive.worker_id, alive.incarnation))
+            self._take_in(PingAnswered(ping, alive.worker_id, alive.incarnation))
 
     async def _prove(self) -> None:
         """Make a round trip to the broker: without it nobody's silence counts."""
@@ -215,7 +215,7 @@ class Scheduler:
         except (BusError, BrokerUnreachableError):
             pass
         finally:
-            self._tell(BusProved(works))
+            self._take_in(BusProved(works))
 
     async def _say_left(self, left: WorkerLeft) -> None:
         try:

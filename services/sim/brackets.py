@@ -51,7 +51,7 @@ class BracketGrammars:
         self._vocab_size = vocab_size
         self._eos = eos
 
-    def start(self, text: str) -> "Future[Grammar]":
+    def compile(self, text: str) -> "Future[Grammar]":
         """Understand `brackets N` at once."""
         started: Future[Grammar] = Future()
         if (found := _TEXT.fullmatch(text)) is not None:

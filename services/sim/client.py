@@ -70,7 +70,7 @@ class Exchange:
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    async def take(self, message: Message) -> None:
+    async def next_chunk(self, message: Message) -> None:
         """Receive one ASGI message of the gateway."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
@@ -142,7 +142,7 @@ def post(
 
     async def answer() -> None:
         try:
-            await app(scope, receive, exchange.take)  # type: ignore[arg-type]
+            await app(scope, receive, exchange.next_chunk)  # type: ignore[arg-type]
         finally:
             exchange.reset()  # an answer that ends without its end
 
@@ -150,5 +150,5 @@ def post(
         exchange.reset()
         return exchange
     gateway.on_kill.append(exchange.reset)
-    loop.start(gateway, answer(), "http")
+    loop.spawn(gateway, answer(), "http")
     return exchange

@@ -60,7 +60,7 @@ class FaultActor:
             if service.stop.is_set() and service.task is not None and service.is_running:
                 await asyncio.wait([service.task])  # it drains
             if not service.is_running:
-                mesh.start(service.role, service.name)
+                mesh.launch(service.role, service.name)
         await asyncio.sleep(0)
 
     def read_delay_s(self) -> float:
@@ -149,7 +149,7 @@ class FaultActor:
             await asyncio.wait([service.task])
         is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:
-            mesh.start(service.role, service.name)
+            mesh.launch(service.role, service.name)
 
     def _step(self, service: Service, share: float) -> None:
         """Set the clock of a service's machine, and leave it so: whoever sets it again only steps once more."""

@@ -72,7 +72,7 @@ def run_task(runs: list[tuple[int, int]], options: SimOptions) -> SimBatch:
     verdict, failures, digests, virtual_s = Verdict(), list[Failure](), list[str](), 0.0
     for seed, num_requests in runs:
         report = simulate(seed, replace(options, num_requests=num_requests))
-        verdict.add(report.verdict)
+        verdict.merge(report.verdict)
         virtual_s += report.virtual_s
         digests.append(report.digest)
         if report.verdict.problems:
@@ -105,7 +105,7 @@ def _each(
 def _sum(batches: list[SimBatch]) -> SimBatch:
     verdict = Verdict()
     for batch in batches:
-        verdict.add(batch.verdict)
+        verdict.merge(batch.verdict)
     failures = sorted((f for batch in batches for f in batch.failures), key=lambda f: f.seed)
     return SimBatch(
         verdict,

@@ -115,7 +115,7 @@ class Service:
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """For a KV holder: what answers for its leases towards the data plane."""
 
-    def serve(self, app: GatewayApp) -> None:
+    def run_app(self, app: GatewayApp) -> None:
         """A gateway is ready to answer clients."""
         self.app = app
 
@@ -163,9 +163,9 @@ class SimMesh:
 
     def start_all(self) -> None:
         for role, name in self.shape.services:
-            self.start(role, name)
+            self.launch(role, name)
 
-    def start(self, role: str, name: str) -> Service:
+    def launch(self, role: str, name: str) -> Service:
         """Start a process for this service. It shares no state with its predecessor."""
         number = next(self._starts)
         process = Process(name, self._make_clock())
@@ -175,7 +175,7 @@ class SimMesh:
         process.on_kill.append(lambda: self.broker.drop(service.bus))
         process.on_kill.append(lambda: self.network.kill(f"{name}.{number}"))
         self.services[name] = service
-        service.task = self.loop.start(process, self._supervised(service, f"{name}.{number}"), name)
+        service.task = self.loop.spawn(process, self._supervised(service, f"{name}.{number}"), name)
         return service
 
     def _make_clock(self) -> LocalClock:
@@ -215,7 +215,7 @@ class SimMesh:
         telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
         if service.role != "scheduler":  # as `serve` does
             keeps_time = keep_time(service.bus, telemetry.clock, Metrics(), self.config.times.telemetry)
-            clock = self.loop.start(service.process, keeps_time, "keep the time")
+            clock = self.loop.spawn(service.process, keeps_time, "keep the time")
             assert service.task is not None, "it runs this"
             service.task.add_done_callback(lambda _: clock.cancel())
         try:
@@ -227,7 +227,7 @@ class SimMesh:
 
     def _start_again(self, service: Service) -> None:
         if self.services[service.name] is service and not service.process.is_dead:
-            self.start(service.role, service.name)
+            self.launch(service.role, service.name)
 
     async def _run(self, service: Service, host: str, telemetry: Telemetry) -> None:
         credentials = holder_credentials(self.config)
@@ -239,7 +239,7 @@ class SimMesh:
             case "gateway":
                 gateway_id = GatewayId(service.member)
                 await run_sim_gateway(
-                    self.config, self._model, gateway_id, service.bus, telemetry, service.stop, on_ready=service.serve
+                    self.config, self._model, gateway_id, service.bus, telemetry, service.stop, on_ready=service.run_app
                 )
             case "store":
                 store = make_store_parts(
@@ -276,7 +276,7 @@ class SimMesh:
             steps=steps,
             limits=limits,
             credentials=credentials,
-            start_grammar=GRAMMARS.start,
+            start_grammar=GRAMMARS.compile,
             platform=self._make_platform(host, service),
         )
 

@@ -238,7 +238,7 @@ class ScaleWorld(World):
         assert service.app is not None
         seen = Seen(request, asked_s=begin_s + request.at_s)
         self.seen.append(seen)
-        await self.loop.start(service.process, self._answer(service.app.gateway.requests, seen), "client")
+        await self.loop.spawn(service.process, self._answer(service.app.gateway.requests, seen), "client")
         self._on_ended()
 
     async def _answer(self, requests: Requests, seen: Seen) -> None:
@@ -255,7 +255,7 @@ class ScaleWorld(World):
         )
         live = requests.submit(job, 0, mailbox)
         while seen.ended_s is None:
-            for _, output in await mailbox.take():
+            for _, output in await mailbox.collect():
                 if isinstance(output, Deliver):
                     if seen.first_s is None:
                         seen.first_s = self.clock.now_s + lag_s()

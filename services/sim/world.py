@@ -135,8 +135,8 @@ class World:
         departures = DepartureTap()
         moves = MoveTap(self.loop.time)
         self._leaving = LeaveTap(self.mesh, self.loop.time)
-        self.broker.taps += [self._note, events.hear, departures.hear]
-        self.broker.readers += [moves.read, self._leaving.read]
+        self.broker.taps += [self._note, events.note_event, departures.note_event]
+        self.broker.readers += [moves.note_message, self._leaving.note_message]
         self.broker.observes_lost.append(events.miss)
         if options.check_spans:
             self.mesh.spans = []

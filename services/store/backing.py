@@ -52,11 +52,11 @@ class Backing:
         """Say whether it has not failed just now."""
         return time.monotonic() >= self._paused_until
 
-    async def load(self, keys: Sequence[StoreKey], blocks: Sequence[int]) -> Loaded:
+    async def load_blocks(self, keys: Sequence[StoreKey], blocks: Sequence[int]) -> Loaded:
         """Fill blocks, `batch_blocks` at most, with one call of the tier."""
         return await asyncio.get_running_loop().run_in_executor(self._loads, self._load, keys, blocks)
 
-    async def write(self, batch: WriteBatch) -> Written:
+    async def write_batch(self, batch: WriteBatch) -> Written:
         """Delete what the batch evicts, then write it."""
         return await asyncio.get_running_loop().run_in_executor(self._writes, self._write, batch)
 
@@ -119,7 +119,7 @@ class Backing:
         self._to_delete.update(dict.fromkeys(keys or ()))
         try:
             if keys is None:
-                self.tier.clear()
+                self.tier.delete_all()
                 self._to_delete.clear()
             else:
                 self._delete_pending()

@@ -234,8 +234,8 @@ class StoreMemory:
 
     def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
         """Return what came to each tier and what went since the last call."""
-        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.kept.changes.take())]
-        return changes if self.back_tier is None else [*changes, (self.back_tier, self.back.changes.take())]
+        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.kept.changes.drain())]
+        return changes if self.back_tier is None else [*changes, (self.back_tier, self.back.changes.drain())]
 
     def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return what each tier has now: memory's blocks, then those behind it."""

@@ -125,7 +125,7 @@ class DiskTier:
             except OSError as error:
                 raise TierError(f"cannot delete from {self.folder}: {error.strerror}") from error
 
-    def clear(self) -> None:
+    def delete_all(self) -> None:
         try:
             for root in (self.folder, *self._earlier):
                 if root.is_symlink() or not root.is_dir():

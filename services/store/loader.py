@@ -113,7 +113,7 @@ class Loader:
             while waiting or under_way:
                 while waiting and len(under_way) < LOAD_AHEAD:
                     part = waiting.popleft()
-                    under_way.append((*part, self._tasks.create_task(backing.load(*part), name="load a batch")))
+                    under_way.append((*part, self._tasks.create_task(backing.load_blocks(*part), name="load a batch")))
                 part_keys, part_blocks, loading = under_way[0]
                 loaded = await loading
                 under_way.popleft()

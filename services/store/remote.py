@@ -142,7 +142,7 @@ class ValkeyTier:
             with self._errors():
                 self._client.unlink(*(self._name(key) for key in keys))
 
-    def clear(self) -> None:
+    def delete_all(self) -> None:
         with self._errors():
             for prefix in (self._prefix, *self._earlier):
                 for names in self._pages(prefix):

@@ -53,7 +53,7 @@ async def run_store(
         async with asyncio.TaskGroup() as tasks:
             bus = TypedBus(connection, "store", metrics or Metrics(parts.worker_id))
             store = Store(config, parts, bus, telemetry, tasks)
-            await store.start()
+            await store.begin_serving()
             if on_ready is not None:
                 on_ready()
             await stop.wait()
@@ -70,7 +70,7 @@ class StoreReporter(Reporter):
 
     copies: CopyCore
 
-    def load(self, now_ms: int) -> WorkerLoad:
+    def current_load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms`: a store computes nothing, so what it lends is what runs."""
         layout = self.holder.shape.layout
         return WorkerLoad(
@@ -105,9 +105,9 @@ class Store(HolderShell[StoreMemory]):
         self._tasks = tasks
         self._backing = Backing(parts.tier, parts.values, times.pause_s) if parts.tier else None
         self._copies = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=MAX_COPY_READS)
-        self._rules = Rules([self._copies.rules(), self._lending.rules()], [self._copies.read])
+        self._rules = Rules([self._copies.rules(), self._lending.rules()], [self._copies.start_reads])
         self.measured = HolderMetrics(
-            bus.metrics, lambda: self.reporter.load(now_ms()), self._holder.leases, memory.layout.block_bytes
+            bus.metrics, lambda: self.reporter.current_load(now_ms()), self._holder.leases, memory.layout.block_bytes
         )
         self.observer = HolderObserver(telemetry, parts.worker_id, self.measured)
         self.reporter = StoreReporter(
@@ -119,16 +119,16 @@ class Store(HolderShell[StoreMemory]):
         self._all_written = asyncio.Event()
         self._clockwork: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    async def begin_serving(self) -> None:
         """Serve reads, listen, and say so."""
         if self._memory.layout.is_windowed:
             log.warning("%s has windowed layers: the store takes none of its KV", self._parts.model)
         tasks = self._tasks
-        await self.serve(tasks)
+        await self.start_serving(tasks)
         self._reads = self.make_reads(tasks, self._record)
         await self._bus.listen(tasks, subjects.COOLING, ("*",), self.on_event)
-        await self.listen(tasks)
-        self.reporter.tell_joined()
+        await self.subscribe_all(tasks)
+        self.reporter.publish_joined()
         self._clockwork.append(tasks.create_task(self._tick(), name="tick"))
         if self._backing is not None:
             self._clockwork.append(tasks.create_task(self._write_behind(self._backing), name="write behind"))
@@ -139,7 +139,7 @@ class Store(HolderShell[StoreMemory]):
         self._is_leaving = True
         for last in (DrainBegun(), Stopping()):
             self.step(last, "stop")
-        self.reporter.tell_draining()
+        self.reporter.publish_draining()
         await self._reads.close()
         await self._flush()
         await self._holder.until_unread(self._config.worker.drain_s)
@@ -148,9 +148,9 @@ class Store(HolderShell[StoreMemory]):
             task.cancel()
         if self._backing is not None:
             await asyncio.to_thread(self._backing.close)
-        await self.end()
+        await self.depart()
 
-    async def lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
+    async def grant_lease(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are in memory, or come there within `store.timeout_ms`; or refuse it."""
         if (refused := self.unproved(request) or self._lending.refusal(request, now_ms())) is not None:
             return refused
@@ -184,7 +184,7 @@ class Store(HolderShell[StoreMemory]):
     def _execute(self, actions: Sequence[Action]) -> Message | None:
         """Carry out actions in order, say what came and what went, and have written what waits for it."""
         reply = super()._execute(actions)
-        self.reporter.tell_blocks()
+        self.reporter.publish_blocks()
         if self._memory.num_unwritten:
             self._unwritten.set()
         return reply
@@ -201,7 +201,7 @@ class Store(HolderShell[StoreMemory]):
         """Record a read of a worker's blocks."""
         ended = finished.ended
         num_blocks = ended.outcome.num_landed_tokens // self._memory.layout.block_size
-        finished.span.end({Key.SOURCE: ended.read.holder, Key.NUM_BLOCKS: num_blocks}, ended.end, ended.detail)
+        finished.span.finished({Key.SOURCE: ended.read.holder, Key.NUM_BLOCKS: num_blocks}, ended.end, ended.detail)
 
     # What goes by the clock, or by itself.
 
@@ -210,7 +210,7 @@ class Store(HolderShell[StoreMemory]):
         self.beat()
         while True:
             self.step(TimePassed(), "clock")
-            self.reporter.tell_load(now_ms())
+            self.reporter.publish_load(now_ms())
             await asyncio.to_thread(self.release_reads)
             await asyncio.sleep(self._config.times.presence.beat_interval_ms / 1000)
             self.beat()
@@ -221,7 +221,7 @@ class Store(HolderShell[StoreMemory]):
             self._unwritten.clear()
             while (batch := self._memory.start_write(backing.batch_blocks)) is not None:
                 self._on_changed()  # what goes is said before it is gone
-                written = await backing.write(batch)
+                written = await backing.write_batch(batch)
                 given_up = self._memory.end_write(batch, written.keys, full=written.full)
                 if written.failed and not written.full:
                     self._memory.drop_unwritten()

@@ -77,7 +77,7 @@ class BackTier(Protocol):
         """Forget these values; what is not there does not matter. Raises TierError."""
         ...
 
-    def clear(self) -> None:
+    def delete_all(self) -> None:
         """Delete all that is there of this model, also of earlier formats. Raises TierError."""
         ...
 
@@ -118,7 +118,7 @@ class DictTier:
             for key in keys:
                 self.values.pop(key, None)
 
-    def clear(self) -> None:
+    def delete_all(self) -> None:
         with self._lock:
             self.values.clear()
 

@@ -31,7 +31,7 @@ class MeshClock:
         """Return the time by `time.monotonic_ns` of a date."""
         return date_ns - self.ahead_ns
 
-    def hear(self, unix_ns: int, asked_ns: int) -> None:
+    def compare(self, unix_ns: int, asked_ns: int) -> None:
         """A scheduler has answered, just now, with the date what it was asked at `asked_ns`.
 
         It is taken to have read its clock half-way, as NTP does (RFC 5905, section 8), and a difference that the way

@@ -22,13 +22,13 @@ class Ring:
     def is_kept(self, trace_id: int) -> bool:
         return trace_id in self._kept
 
-    def add(self, span: ReadableSpan) -> None:
+    def append(self, span: ReadableSpan) -> None:
         self._spans.setdefault(context_of(span).trace_id, []).append(span)
         self._num_spans += 1
         while self._num_spans > self._max_spans:
             self._num_spans -= len(self._spans.pop(next(iter(self._spans))))
 
-    def keep(self, trace_id: int) -> list[ReadableSpan]:
+    def keep_trace(self, trace_id: int) -> list[ReadableSpan]:
         """Return what there is of a trace, and remember that its later spans are wanted."""
         self._kept[trace_id] = None
         if len(self._kept) > self._max_kept:

@@ -96,7 +96,7 @@ class Telemetry:
                 else BatchSpanProcessor(exporter, MAX_UNSENT, interval_ms, MAX_BATCH)
             )
 
-    def start(
+    def begin_span(
         self,
         name: str,
         parent: str = "",
@@ -128,7 +128,7 @@ class Telemetry:
     ) -> str:
         """Record a span that has ended. `times_ns`: its start and end by `time.monotonic_ns`. Return its traceparent.
 
-        `own`: what `child_of` or `start` has given it. `links`: traceparents. Without a parent it begins a trace.
+        `own`: what `child_of` or `begin_span` has given it. `links`: traceparents. Without a parent it begins a trace.
         """
         above = parse_traceparent(parent)
         context = parse_traceparent(own) or self._below(above)
@@ -151,7 +151,7 @@ class Telemetry:
         if context.trace_flags.sampled or self._ring.is_kept(context.trace_id):
             self._processor.on_end(span)
         else:
-            self._ring.add(span)
+            self._ring.append(span)
         return own or traceparent_of(context)
 
     def record_apart(
@@ -161,11 +161,11 @@ class Telemetry:
         own = SpanContext(self._ids.generate_trace_id(), self._ids.generate_span_id(), False, _SAMPLED)
         return self.record(name, "", times_ns, attributes, own=traceparent_of(own), links=links)
 
-    def keep(self, trace_id: str) -> None:
+    def keep_trace(self, trace_id: str) -> None:
         """Export what there is of a trace that was not sampled, and for a while its later spans."""
         number = int(trace_id, 16)
         if self._processor is not None and not self._ring.is_kept(number):
-            for span in self._ring.keep(number):
+            for span in self._ring.keep_trace(number):
                 self._processor.on_end(span)
 
     def close(self) -> None:

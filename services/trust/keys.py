@@ -221,7 +221,7 @@ class MeshKeys:
             config += f'tls: {{ cert_file: {certificate}, key_file: {key}, min_version: "1.3" }}\n'
         return found | {BROKER_FILE: config.encode()}
 
-    def write(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write all files into a folder of ours, which only its owner may read from then on, in place of what is there.
         Raises UserError where it cannot be written."""
         try:

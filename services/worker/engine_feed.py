@@ -47,7 +47,7 @@ class EngineFeed:
         sequence, attempt = action.sequence, action.attempt
         if action.lease is not None:
             sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
-        self.keep(sequence, attempt, sequence.num_computed_tokens)
+        self.note_written(sequence, attempt, sequence.num_computed_tokens)
         if sequence.sampling.grammar:
             sequence.grammar = self._parts.start_grammar(sequence.sampling.grammar)
             if not sequence.grammar.done():  # the engine's thread waits for nobody
@@ -76,7 +76,7 @@ class EngineFeed:
         with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
             self.engine.cancel(*key)
 
-    def keep(self, sequence: Sequence, attempt: AnyAttempt, num_tokens: int, *, ended: bool = False) -> None:
+    def note_written(self, sequence: Sequence, attempt: AnyAttempt, num_tokens: int, *, ended: bool = False) -> None:
         """Note that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
         num_full_blocks = num_tokens // attempt.hasher.block_size
         if num_full_blocks == attempt.num_stored_blocks and not ended:
@@ -89,9 +89,9 @@ class EngineFeed:
 
     def keep_ended(self, sequence: Sequence, attempt: AnyAttempt) -> None:
         """The engine has let go of a sequence; its blocks are still its own."""
-        self.keep(sequence, attempt, sequence.num_computed_tokens, ended=True)
+        self.note_written(sequence, attempt, sequence.num_computed_tokens, ended=True)
 
-    def stop(self) -> None:
+    def stop_engine(self) -> None:
         """End after the running step, and let go of the memory. Blocks."""
         if self.engine.stop(self._parts.limits.times.worker.engine_stop_timeout_s):
             self._parts.steps.close()
@@ -108,7 +108,7 @@ class EngineFeed:
             if (attempt := self._find(sequence)) is None:
                 nobodys.append(sequence)
             else:
-                self.keep(sequence, attempt, num_tokens)
+                self.note_written(sequence, attempt, num_tokens)
         for sampled in result.sampled:
             if sampled.local_end and (attempt := self._find(sampled.sequence)) is not None:
                 self.keep_ended(sampled.sequence, attempt)

@@ -130,17 +130,17 @@ class HolderShell(ABC, Generic[MemoryT]):
 
     # From the start to the end.
 
-    async def serve(self, tasks: asyncio.TaskGroup) -> None:
+    async def start_serving(self, tasks: asyncio.TaskGroup) -> None:
         """Serve reads, be listed as a service, and send what is decided."""
         info = self._parts.info()
         self._loop = asyncio.get_running_loop()
-        self._holder.start(self._config.worker, self._config.times.plane)
+        self._holder.serve_reads(self._config.worker, self._config.times.plane)
         self._bus.identity |= {"id": info.worker_id, "incarnation": self._holder.incarnation}
         self._bus.identity |= {"device": info.device} if info.device else {}
         await self._bus.announce(DESCRIPTIONS[info.role])
         tasks.create_task(self._outbox.run(), name="outbox")
 
-    async def listen(self, tasks: asyncio.TaskGroup) -> None:
+    async def subscribe_all(self, tasks: asyncio.TaskGroup) -> None:
         """Hear what every holder is asked. Return once all subscriptions are there."""
         bus, me = self._bus, (self._parts.worker_id,)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
@@ -188,11 +188,11 @@ class HolderShell(ABC, Generic[MemoryT]):
             wire_dtype=wire_dtype,
         )
 
-    async def end(self) -> None:
+    async def depart(self) -> None:
         """End what is lent, say that this holder leaves, close the plane, send what is left. All reads have ended."""
         for last in (Stopping(), Fenced(f"{self._parts.worker_id} is stopping")):
             self._decide(last, "stop")
-        self.reporter.tell_left()
+        self.reporter.publish_left()
         self._outbox.close()
         await asyncio.to_thread(self._reader.close)
         await asyncio.to_thread(self._holder.close)
@@ -232,7 +232,7 @@ class HolderShell(ABC, Generic[MemoryT]):
         return self._parts.credentials.refusal(request, self._parts.worker_id)
 
     @abstractmethod
-    async def lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
+    async def grant_lease(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are here or come soon, or refuse it."""
 
     @abstractmethod
@@ -263,15 +263,15 @@ class HolderShell(ABC, Generic[MemoryT]):
                 case SendReply(message=reply):
                     pass
                 case Lend(lease=lease, request=request):
-                    granted = self._holder.lend(lease, request, action.traceparent)
+                    granted = self._holder.sign_lease(lease, request, action.traceparent)
                     num_blocks = lease.num_tokens // self._parts.shape.layout.block_size - request.first_block
                     reply = msgspec.structs.replace(granted, more_comes=self._is_coming(request, num_blocks))
                 case CloseLease(lease=lease):
                     self._holder.close_lease(lease)
                 case StartRead(read=read):
-                    self._reads.start(read)
+                    self._reads.begin_read(read)
                 case StopRead(read=read):
-                    self._reads.stop(read)
+                    self._reads.end_reads(read)
                 case _:
                     self._carry_out(action)
         return reply
@@ -283,9 +283,9 @@ class HolderShell(ABC, Generic[MemoryT]):
         log.warning("%s ends all that it does, and joins anew: %s", self._parts.worker_id, reason)
         self._decide(Fenced(reason), "presence")
         self.measured.fenced()
-        self._holder.begin(secrets.token_hex(8))
+        self._holder.renew(secrets.token_hex(8))
         self._bus.identity["incarnation"] = self._holder.incarnation
-        self.reporter.tell_joined()
+        self.reporter.publish_joined()
 
     # What others say and ask.
 
@@ -306,7 +306,7 @@ class HolderShell(ABC, Generic[MemoryT]):
             self._fence(f"it was declared lost: {event.reason}")
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
-        reply = await self.lend(received.message, received.traceparent, received.subject)
+        reply = await self.grant_lease(received.message, received.traceparent, received.subject)
         self.measured.refused("lease", reply)
         return reply
 

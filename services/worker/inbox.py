@@ -25,7 +25,7 @@ class Inbox:
         self._bus = bus
         self._telemetry = telemetry
 
-    async def open(self, tasks: asyncio.TaskGroup) -> None:
+    async def start_listening(self, tasks: asyncio.TaskGroup) -> None:
         """Return once all subscriptions are there."""
         bus, me = self._bus, (self._worker_id,)
         for role in self._cores.roles:
@@ -37,7 +37,7 @@ class Inbox:
         await bus.listen(tasks, subjects.CANCEL, ("*",), self._worker.on_event)
         await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await bus.serve(tasks, subjects.DRAIN, me, self._on_drain)
-        await self._worker.listen(tasks)
+        await self._worker.subscribe_all(tasks)
 
     async def _on_asked(self, received: Received[RunPrefill] | Received[ReserveBlocks]) -> Message | None:
         """Let a role begin an attempt, unless another one of this worker has it: the engine could not tell them

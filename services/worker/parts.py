@@ -99,7 +99,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         steps=placed.steps,
         limits=limits,
         credentials=credentials,
-        start_grammar=Grammars(tokenizer.tokenizer, checkpoint.vocab_size, ends).start,
+        start_grammar=Grammars(tokenizer.tokenizer, checkpoint.vocab_size, ends).compile,
         device=placed.device,
         library_metrics=placed.library_metrics,
     )

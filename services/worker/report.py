@@ -33,7 +33,7 @@ from services.worker.outbox import Outbox
 from services.worker.roles import Cores
 
 
-class LoadTeller:
+class LoadPublisher:
     """Tells a worker's or store's load as it changes and every `load_interval_ms`, and in between that it lives."""
 
     def __init__(self, outbox: Outbox, times: PresenceTimes) -> None:
@@ -42,7 +42,7 @@ class LoadTeller:
         self._told: WorkerLoad | None = None
         self._told_ms = 0
 
-    def tell(self, load: WorkerLoad, now_ms: int) -> None:
+    def publish_due(self, load: WorkerLoad, now_ms: int) -> None:
         """To be called every `beat_interval_ms`, and where something may have changed."""
         # Half a beat early is in time: else a timer that is a little early would skip a whole beat.
         is_due = now_ms - self._told_ms >= self._times.load_interval_ms - self._times.beat_interval_ms // 2
@@ -72,10 +72,10 @@ class Reporter(ABC):
     journal: Journal
 
     def __post_init__(self) -> None:
-        self._teller = LoadTeller(self.outbox, self.times)
+        self._publisher = LoadPublisher(self.outbox, self.times)
 
     @abstractmethod
-    def load(self, now_ms: int) -> WorkerLoad:
+    def current_load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms`."""
 
     @abstractmethod
@@ -100,34 +100,34 @@ class Reporter(ABC):
     def describe(self, now_ms: int) -> WorkerDescribed:
         """Return the state at `now_ms`."""
         requests, leases = self.requests(now_ms), list(self.holder.leases)
-        return describe(self.load(now_ms), requests, leases, now_ms, self.journal.lines())
+        return describe(self.current_load(now_ms), requests, leases, now_ms, self.journal.lines())
 
     def inventory(self, offset: int) -> Inventory:
         """Return a page of the blocks that are here. Blocks that have come or gone are told first: what a page has is
         in the events up to its number."""
-        self.tell_blocks()
+        self.publish_blocks()
         return self.holder.inventory(offset, self.bus.connection.max_bytes)
 
-    def tell_joined(self) -> None:
+    def publish_joined(self) -> None:
         """Say who this is; all subscriptions must be there."""
         self.outbox.put(subjects.JOINED, (self.identity.worker_id,), WorkerJoined(worker=self.info()))
 
-    def tell_draining(self) -> None:
+    def publish_draining(self) -> None:
         """Say that this worker takes no new work."""
         me = self.identity.worker_id
         self.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=self.holder.incarnation))
 
-    def tell_left(self) -> None:
+    def publish_left(self) -> None:
         """Say that this worker stops."""
         me = self.identity.worker_id
         left = WorkerLeft(worker_id=me, incarnation=self.holder.incarnation, reason=LeftReason.STOPPED)
         self.outbox.put(subjects.LEFT, (me,), left)
 
-    def tell_load(self, now_ms: int) -> None:
-        """Say what there is to do, or that it is what was said last (`LoadTeller`)."""
-        self._teller.tell(self.load(now_ms), now_ms)
+    def publish_load(self, now_ms: int) -> None:
+        """Say what there is to do, or that it is what was said last (`LoadPublisher`)."""
+        self._publisher.publish_due(self.current_load(now_ms), now_ms)
 
-    def tell_blocks(self) -> bool:
+    def publish_blocks(self) -> bool:
         """Say which blocks have come and gone since the last time. True: some have."""
         events = self.holder.events()
         self.outbox.put_block_events(events)
@@ -142,7 +142,7 @@ class WorkerReporter(Reporter):
     rates: MeasuredRates
     cores: Cores
 
-    def load(self, now_ms: int) -> WorkerLoad:
+    def current_load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms`."""
         engine, roles = self.engine.load(), self.cores.roles
         num_queued = sum(role.num_queued for role in roles)

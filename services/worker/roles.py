@@ -30,7 +30,7 @@ class Cores:
     copies: CopyCore
     lending: LendCore
 
-    def rules(self) -> Rules:
+    def table(self) -> Rules:
         """Return what they do with each event, in this order; blocks may have become free, so each role then begins
         what waits for some."""
         cores = (*self.roles, self.copies, self.lending)

@@ -38,9 +38,9 @@ async def run_roles(
     worker = Worker(parts, make_roles, config, bus, telemetry, metrics)
     try:
         async with asyncio.TaskGroup() as tasks:
-            await worker.start(tasks)
-            await Inbox(worker, parts.worker_id, bus, telemetry).open(tasks)
-            worker.reporter.tell_joined()
+            await worker.begin_serving(tasks)
+            await Inbox(worker, parts.worker_id, bus, telemetry).start_listening(tasks)
+            worker.reporter.publish_joined()
             timers = Timers(worker, worker.cores, parts.worker_id, bus, config.times)
             timing = tasks.create_task(timers.run(), name="timers")
             if on_ready is not None:

@@ -99,8 +99,8 @@ class Worker(HolderShell[BlockCache]):
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
         copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=MAX_COPY_READS)
         self.cores = Cores(make_roles(limits, cache, leases), copies, self._lending)
-        self._rules = self.cores.rules()
-        measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, layout.block_bytes)
+        self._rules = self.cores.table()
+        measured = WorkerMetrics(metrics, lambda: self.reporter.current_load(now_ms()), leases, layout.block_bytes)
         self.measured = measured
         self.observer = WorkerObserver(telemetry, parts.worker_id, measured, self._rates, self.cores)
         self._record = ReadRecords(layout.block_size, self._rates, measured).record
@@ -130,9 +130,9 @@ class Worker(HolderShell[BlockCache]):
 
     # From the start to the end.
 
-    async def start(self, tasks: asyncio.TaskGroup) -> None:
+    async def begin_serving(self, tasks: asyncio.TaskGroup) -> None:
         """Serve reads, and start the engine."""
-        await self.serve(tasks)
+        await self.start_serving(tasks)
         await asyncio.to_thread(self._wire.measure)
         self._reads = self.make_reads(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
         self._feed.engine.start()
@@ -166,7 +166,7 @@ class Worker(HolderShell[BlockCache]):
     def begin_drain(self, *, finishes: bool) -> None:
         """Take no new work; what runs goes on elsewhere, or, where nobody else could go on with it, here."""
         self.told_to_leave.set()
-        self.reporter.tell_draining()
+        self.reporter.publish_draining()
         self.step(DrainBegun(finishes), "drain")
         self._changed.set()
 
@@ -204,7 +204,7 @@ class Worker(HolderShell[BlockCache]):
     def _offer_left(self, offer: LeftBehind) -> None:
         me, to = self._parts.worker_id, offer.receiver
         if to.role == "store":
-            self._tell_cools(offer.hashes, offer.tenant)
+            self._publish_cools(offer.hashes, offer.tenant)
             return
         message = ReplicateBlocks(
             request_id=RequestId(f"leave-{me}"),
@@ -248,10 +248,10 @@ class Worker(HolderShell[BlockCache]):
         and are cancelled."""
         self._is_leaving = True
         await self._reads.close()
-        await asyncio.to_thread(self._feed.stop)
+        await asyncio.to_thread(self._feed.stop_engine)
         await self._holder.until_unread(self._times.readers_stay_s)
         timers.cancel()
-        await self.end()
+        await self.depart()
 
     # Deciding.
 
@@ -267,9 +267,9 @@ class Worker(HolderShell[BlockCache]):
     def tick(self) -> None:
         """Do what the time makes necessary. Raises EngineStoppedError."""
         self.step(TimePassed(), "clock")
-        self._tell_cooling()
+        self._publish_cooling()
 
-    def _tell_cooling(self) -> None:
+    def _publish_cooling(self) -> None:
         """Say which blocks will go soon and have not been named yet, while room is scarce."""
         if self._cache.num_free * COOLING_SHARE >= self._cache.num_blocks:
             self._cooling.clear()
@@ -281,9 +281,9 @@ class Worker(HolderShell[BlockCache]):
                 by_tenant.setdefault(content.tenant, []).append(content.block_hash)
         self._cooling = set(coldest)
         for tenant, hashes in by_tenant.items():
-            self._tell_cools(hashes, tenant)
+            self._publish_cools(hashes, tenant)
 
-    def _tell_cools(self, hashes: Sequence[BlockHash], tenant: str) -> None:
+    def _publish_cools(self, hashes: Sequence[BlockHash], tenant: str) -> None:
         me = self._parts.worker_id
         message = BlocksCooling(
             worker_id=me, incarnation=self._holder.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
@@ -297,7 +297,7 @@ class Worker(HolderShell[BlockCache]):
             raise EngineStoppedError(f"the engine of {self._parts.worker_id} has failed")
         self._check_reads()
 
-    async def lend(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
+    async def grant_lease(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are here, as soon as the first of them is if it is being computed; or refuse
         it."""
         until_ms = now_ms() + max(0, request.answer_within_ms) // 2  # the answer has its way to go, too
@@ -332,7 +332,7 @@ class Worker(HolderShell[BlockCache]):
     def report_load(self) -> None:
         """Tell the load. What changes from now on ends the next `wait_for_change`."""
         self._changed.clear()
-        self.reporter.tell_load(now_ms())
+        self.reporter.publish_load(now_ms())
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return once there is a load to tell, at the latest after `timeout_s` seconds."""
@@ -354,7 +354,7 @@ class Worker(HolderShell[BlockCache]):
         them."""
         reply = super()._execute(actions)
         self._outbox.put_tokens([(action.gateway_id, action.tokens) for action in actions if isinstance(action, Emit)])
-        if self.reporter.tell_blocks():
+        if self.reporter.publish_blocks():
             self._stored.set()
             self._stored = asyncio.Event()
         usage = (self._cache.num_free + self._cache.num_cached, self.cores.num_running)

@@ -10,7 +10,7 @@ from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.presence import BusConnected
-from services.runtime import now_ms
+from services.runtime import logging_failures, now_ms
 from services.times import Times
 from services.worker.core.wanted import (
     AskGateway,
@@ -22,7 +22,6 @@ from services.worker.core.wanted import (
 )
 from services.worker.roles import Cores
 from services.worker.shell import Worker
-from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Timers:
     async def _report_load(self) -> None:
         """Say the load soon after a change, and else that the worker lives, or its load, in turn."""
         while True:
-            with surviving("reporting the load"):
+            with logging_failures("reporting the load"):
                 self._worker.report_load()
             await asyncio.sleep(self._times.load_min_gap_s)
             await self._worker.wait_for_change(self._beat_s - self._times.load_min_gap_s)
@@ -58,7 +57,7 @@ class Timers:
         while True:
             await asyncio.sleep(self._times.tick_ms / 1000)
             self._worker.check_engine()
-            with surviving("a tick"):
+            with logging_failures("a tick"):
                 self._worker.tick()
                 await asyncio.to_thread(self._worker.release_reads)
             self._worker.beat()
@@ -67,7 +66,7 @@ class Timers:
         while True:
             times, suspects = self._times, self._wanted.suspects
             await asyncio.sleep(times.suspicious_interval_s if suspects else times.round_interval_s)
-            with surviving("asking the gateways"):
+            with logging_failures("asking the gateways"):
                 self._wanted.handle(BusConnected(self._bus.connection.num_connects), now_ms())
                 await asyncio.gather(*map(self._ask, self._wanted.tick(now_ms())))
 

@@ -168,7 +168,7 @@ class Held:
         gate = OpenGate(OneKV(kept.holder, num_tokens, progress))
         servers = [PlaneServer(arena, shape, gate, SECRETS, OPTIONS[mode]) for mode in Mode]
         for server in servers:
-            server.start()
+            server.serve_streams()
         return cls(arena, servers)
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ async def _ask_all(client: Client, prompts: Sequence[Sequence[int]], on_done: Ca
 def _is_right(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
     """Say whether the text begins with the answer: no stop string ends it."""
     detokenizer = codec.detokenizer()
-    text = detokenizer.feed(list(token_ids)) + detokenizer.flush()
+    text = detokenizer.add_tokens(list(token_ids)) + detokenizer.rest()
     return text.strip().startswith(answer)
 
 

@@ -165,7 +165,7 @@ async def rebuild(world: World, prompt: bytes) -> tuple[DirectoryCore, dict[str,
         await bus.serve(tasks, subjects.INVENTORY, ("*",), inventory)
         before = resident_bytes()
         directory = Directory(TypedBus(MemoryBus(broker), "directory"), tasks, TIMES)
-        await directory.start()
+        await directory.begin_serving()
         started = time.process_time()
         speaking = tasks.create_task(speak(bus, world))
         holders = directory.core._holders
@@ -174,14 +174,14 @@ async def rebuild(world: World, prompt: bytes) -> tuple[DirectoryCore, dict[str,
             asked = time.process_time()
             await bus.ask(subjects.LOCATE, (), question, 60)
             waits.append(time.process_time() - asked)
-            report(f"reading inventories: {directory.core.num_blocks:,} of {world.num_blocks:,} blocks")
+            report(f"reading inventories: {directory.core.num_known_blocks:,} of {world.num_blocks:,} blocks")
         spent_s = time.process_time() - started
         speaking.cancel()
         await directory.close()
         await bus.close()
     gc.collect()
     memory = (resident_bytes() - before) / world.num_blocks
-    assert directory.core.num_blocks == world.num_blocks and directory.core.num_passed_over == 0
+    assert directory.core.num_known_blocks == world.num_blocks and directory.core.num_passed_over == 0
     return directory.core, {
         "rebuild_s": spent_s,
         "longest_wait_ms": max(waits) * 1e3,
@@ -198,7 +198,7 @@ def measure_locate(core: DirectoryCore, world: World, num_blocks: int, num_round
 
 def measure_events(core: DirectoryCore, sequences: dict[WorkerId, int], num_blocks: int, num_rounds: int) -> float:
     """Return how many events a second are handled: holders store new blocks, and evict them later."""
-    spent_s, rng, num_before = 0.0, random.Random(3), core.num_blocks
+    spent_s, rng, num_before = 0.0, random.Random(3), core.num_known_blocks
     workers = rng.choices(list(sequences), k=num_rounds)
     stored = [(BlocksStored, worker_id, random_hashes(num_blocks)) for worker_id in workers]
     evicted = [(BlocksEvicted, worker_id, hashes) for _, worker_id, hashes in rng.sample(stored, num_rounds)]
@@ -206,7 +206,7 @@ def measure_events(core: DirectoryCore, sequences: dict[WorkerId, int], num_bloc
         sequences[worker_id] += 1
         event = kind(worker_id=worker_id, incarnation="1", sequence=sequences[worker_id], block_hashes=hashes)
         spent_s += timed(lambda event=event: core.handle(BlocksChanged(event), 0))
-    assert core.num_blocks == num_before
+    assert core.num_known_blocks == num_before
     return 2 * num_rounds / spent_s
 
 

@@ -119,7 +119,7 @@ def prefill_rows(engine: TransformersEngine, rounds: int) -> Iterator[dict[str, 
         def paged(chunk: int, sequence: Sequence = sequence, num_tokens: int = num_tokens) -> None:
             for start in range(0, num_tokens, chunk):
                 count = min(chunk, num_tokens - start)
-                engine.step([StepItem(sequence, start, count, start + count == num_tokens)])
+                engine.compute([StepItem(sequence, start, count, start + count == num_tokens)])
 
         @torch.inference_mode()
         def library(use_cache: bool, sequence: Sequence = sequence) -> None:
@@ -150,9 +150,9 @@ def decode_rows(engine: TransformersEngine, rounds: int) -> Iterator[dict[str, A
         pieces = [StepItem(sequence, CONTEXT - 1, 1, True) for sequence in scattered]
         yield from compare(
             {
-                f"decode batch {batch_size}: naive gather": with_naive(lambda items=items: engine.step(items)),
-                f"decode batch {batch_size}: ours": lambda items=items: engine.step(items),
-                f"decode batch {batch_size}: ours, runs of 8 blocks": lambda pieces=pieces: engine.step(pieces),
+                f"decode batch {batch_size}: naive gather": with_naive(lambda items=items: engine.compute(items)),
+                f"decode batch {batch_size}: ours": lambda items=items: engine.compute(items),
+                f"decode batch {batch_size}: ours, runs of 8 blocks": lambda pieces=pieces: engine.compute(pieces),
             },
             rounds,
         )

@@ -48,7 +48,7 @@ from services.times import Times
 from services.trust import nats_jwt
 from services.trust.keys import BusAccess, MeshKeys
 from services.worker.outbox import Outbox
-from services.worker.report import LoadTeller
+from services.worker.report import LoadPublisher
 from tests.bench.bench_scheduler import load_of
 
 BEAT_INTERVAL_MS = Times().presence.beat_interval_ms
@@ -113,7 +113,7 @@ class MadeUpWorker:
         await self.bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await self.bus.listen(tasks, subjects.LEFT, me, self._on_left)
         self._outbox = Outbox(self.bus, self.worker_id)
-        self._teller = LoadTeller(self._outbox, Times().presence)
+        self._publisher = LoadPublisher(self._outbox, Times().presence)
         self._outbox.put(subjects.JOINED, me, WorkerJoined(worker=self.load.worker))
         self._sending = tasks.create_task(self._outbox.run())
 
@@ -125,7 +125,7 @@ class MadeUpWorker:
     def speak(self, now_s: float) -> None:
         """Say the load, or that it lives."""
         self.said_s, self.due_s = now_s, now_s + BEAT_INTERVAL_MS / 1000
-        self._teller.tell(self.load, now_ms())
+        self._publisher.publish_due(self.load, now_ms())
 
     async def end(self) -> None:
         """As the end of its process looks to the broker: without a word."""
@@ -277,8 +277,8 @@ async def mesh(keys: MeshKeys) -> AsyncGenerator[Mesh]:
     """Start a broker and a control plane; end them afterwards."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-fleet-") as name, contextlib.ExitStack() as ending:
         folder, monitor = Path(name), f"127.0.0.1:{free_port()}"
-        keys.write(folder / "keys")
-        broker = EmbeddedNats.start(None, folder / "broker", f'{keys.broker_config}http: "{monitor}"\n')
+        keys.save(folder / "keys")
+        broker = EmbeddedNats.launch(None, folder / "broker", f'{keys.broker_config}http: "{monitor}"\n')
         ending.callback(broker.stop)
         file = folder / "mesh.toml"
         config = MeshConfig(

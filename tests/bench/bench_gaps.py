@@ -179,7 +179,7 @@ async def run(options: argparse.Namespace) -> list[Figures]:
     with tempfile.TemporaryDirectory() as folder:
         supervisor = Supervisor(OPTIONS, Path(folder))
         try:
-            await supervisor.start()
+            await supervisor.start_all()
             pids = (
                 {"client": os.getpid()}
                 | broker_pid()
@@ -187,7 +187,7 @@ async def run(options: argparse.Namespace) -> list[Figures]:
             )
             return await measure(supervisor.url, pids, streams, options.tokens, options.prompt)
         finally:
-            await supervisor.stop()
+            await supervisor.stop_all()
 
 
 def main() -> None:

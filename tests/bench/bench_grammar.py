@@ -47,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     grammars = Grammars(read_tokenizer(DEMO_MODEL_DIR).tokenizer, SHAPE["vocab"], [0])
-    grammars.start(GRAMMAR).result()
+    grammars.compile(GRAMMAR).result()
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(Path(folder), options.threads)
         for batch_size in (1, 8):
@@ -82,13 +82,13 @@ def decode(engine: TransformersEngine, batch_size: int, num_tokens: int, seed: i
                 max_tokens=num_tokens, temperature=1.0, seed=seed * 100 + number, grammar=GRAMMAR if grammars else ""
             ),
             tables=(BlockTable((Segment(number * num_blocks, num_blocks),)),),
-            grammar=grammars.start(GRAMMAR) if grammars else None,
+            grammar=grammars.compile(GRAMMAR) if grammars else None,
         )
         batch.add(sequence)
     times: list[float] = []
     while items := batch.plan():
         started = time.perf_counter()
-        batch.commit(items, engine.step(items), 0, 0)
+        batch.commit(items, engine.compute(items), 0, 0)
         if all(item.num_tokens == 1 for item in items) and len(items) == batch_size:
             times.append(time.perf_counter() - started)
     return statistics.median(times)

@@ -248,7 +248,7 @@ class LossBench:
             sequences.append(prefill_sequence(number, prompt, (table,) * len(self._shape.layout.groups)))
             batch.add(sequences[-1])
         while items := batch.plan():
-            batch.commit(items, self._engine.step(items), 0, 0)
+            batch.commit(items, self._engine.compute(items), 0, 0)
         return [
             Request(number, prompt, sequence.token_ids[-1], sequence.tables)
             for number, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True))
@@ -339,7 +339,7 @@ def _measure() -> LossReport:
         path, num_parameters = make_model(Path(folder))
         checkpoint = read_checkpoint(str(path))
         shape = arena_shape(layout_of(checkpoint, block_size=BLOCK_SIZE), terms)
-        arena = memoryview(bytearray(shape.num_bytes))
+        arena = memoryview(bytearray(shape.arena_bytes))
         engine = load_engine(checkpoint, arena_buffer=arena, shape=shape, num_threads=1)
     try:
         samples = _interleave(LossBench(engine, arena, prompts, terms))

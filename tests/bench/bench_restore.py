@@ -200,7 +200,7 @@ class Bench:
                     self.contents, self.content(prompt)[num_blocks:], range(num_blocks, self.num_blocks)
                 ),
             )
-            await self.reader.read(request)
+            await self.reader.read_kv(request)
             read_s += time.perf_counter() - granted_at
             assert answer.more_comes or answer.num_tokens == self.num_blocks * BLOCK_SIZE, "it is all behind the store"
             num_blocks, num_leases = answer.num_tokens // BLOCK_SIZE, num_leases + 1
@@ -236,7 +236,7 @@ class Bench:
 @asynccontextmanager
 async def running_store(bench: Bench, config: StoreConfig, folder: Path) -> AsyncGenerator[tuple[GatewayBus, Endpoint]]:
     """Run a store, and check that it gives what it was given."""
-    broker = EmbeddedNats.start(None, folder / "broker")
+    broker = EmbeddedNats.launch(None, folder / "broker")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(

@@ -38,7 +38,7 @@ SETTINGS = SchedulerConfig(max_queue_ms=10**9)
 
 @dataclass(frozen=True)
 class Row:
-    """`load_ms`: what one worker's report costs. `requests_per_s`: what one scheduler could place beside hearing all
+    """`load_ms`: what one worker's report costs. `requests_per_s`: what one scheduler could place beside detector all
     its workers every `LOAD_INTERVAL_MS`, if it did nothing else: neither decoding messages nor asking a directory is in
     it."""
 

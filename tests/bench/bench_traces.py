@@ -85,7 +85,7 @@ async def measure(num_rounds: int, num_requests: int) -> dict[float, list[Sample
     with tempfile.TemporaryDirectory() as folder:
         supervisor = Supervisor(OPTIONS, Path(folder))
         try:
-            await supervisor.start()
+            await supervisor.start_all()
             async with httpx.AsyncClient(timeout=120) as http:
                 bench = Bench(supervisor, http)
                 await bench.arm(1.0, num_requests)
@@ -94,7 +94,7 @@ async def measure(num_rounds: int, num_requests: int) -> dict[float, list[Sample
                         samples[ratio].append(await bench.arm(ratio, num_requests))
                     sys.stderr.write(f"\rround {number + 1} of {num_rounds}")
         finally:
-            await supervisor.stop()
+            await supervisor.stop_all()
     sys.stderr.write("\n")
     return samples
 

@@ -38,8 +38,8 @@ async def clients_of_each() -> AsyncGenerator[dict[str, Client]]:
     """Start the meshes; give a client of each."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-trust-") as folder:
         keys = Path(folder) / "keys"
-        MeshKeys.fresh(["127.0.0.1"]).write(keys)
-        broker = EmbeddedNats.start(None, Path(folder) / "broker", (keys / BROKER_FILE).read_text())
+        MeshKeys.fresh(["127.0.0.1"]).save(keys)
+        broker = EmbeddedNats.launch(None, Path(folder) / "broker", (keys / BROKER_FILE).read_text())
         gateway = GatewayConfig(
             tenants={KEY: "measured"}, tls_cert=str(keys / CERTIFICATE_FILE), tls_key=str(keys / KEY_FILE)
         )

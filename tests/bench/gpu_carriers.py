@@ -94,7 +94,7 @@ def hold(control: Connection, spec: Spec) -> None:
     progress = KVProgress.completed(spec.layout.num_layers, spec.num_tokens)
     gate = OpenGate(OneKV(one_table(spec.num_blocks), spec.num_tokens, progress))
     server = PlaneServer(arena, spec.shape, gate, SECRETS, ServerOptions(carriers=CARRIERS))
-    server.start()
+    server.serve_streams()
     control.send(server.endpoint)
     control.recv()
     server.close()

@@ -486,11 +486,13 @@ def event(**fields: object) -> bytes:
 
 def test_a_streams_times() -> None:
     events = EventTimes()
-    events.feed(event(choices=[{"index": 0, "text": "a", "token_ids": [5], "finish_reason": None}], usage=None), 10)
-    events.feed(event(choices=[{"index": 0, "text": "b", "token_ids": [6, 7], "finish_reason": None}]), 14)
-    events.feed(event(choices=[{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]), 15)
+    events.add_event(
+        event(choices=[{"index": 0, "text": "a", "token_ids": [5], "finish_reason": None}], usage=None), 10
+    )
+    events.add_event(event(choices=[{"index": 0, "text": "b", "token_ids": [6, 7], "finish_reason": None}]), 14)
+    events.add_event(event(choices=[{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]), 15)
     usage = {"prompt_tokens": 9, "completion_tokens": 3, "kvmesh": {"cached_tokens": 4, "prefill": None}}
-    events.feed(event(choices=[], usage=usage), 16)
+    events.add_event(event(choices=[], usage=usage), 16)
     found = events.completion(17)
     assert (found.ttft_ms, found.gaps_ms, found.total_ms, found.token_ids) == (10, (4,), 17, (5, 6, 7))
     assert found.usage.computing.cached_tokens == 4
@@ -498,16 +500,16 @@ def test_a_streams_times() -> None:
 
 def test_the_last_event_of_another_server_may_have_all_tokens() -> None:
     events = EventTimes()
-    events.feed(event(choices=[{"index": 0, "text": "ab", "finish_reason": "length"}]), 10)
-    events.feed(event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2}), 11)
+    events.add_event(event(choices=[{"index": 0, "text": "ab", "finish_reason": "length"}]), 10)
+    events.add_event(event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2}), 11)
     assert events.completion(11).ttft_ms == 10
 
 
 def test_a_stream_that_is_none() -> None:
     with pytest.raises(RequestFailedError, match="no worker"):
-        EventTimes().feed(event(error={"message": "no worker", "type": "server_error"}), 1)
+        EventTimes().add_event(event(error={"message": "no worker", "type": "server_error"}), 1)
     with pytest.raises(RequestFailedError, match="an event that is none"):
-        EventTimes().feed(b"{", 1)
+        EventTimes().add_event(b"{", 1)
     with pytest.raises(RequestFailedError, match="usage"):
         EventTimes().completion(1)
 

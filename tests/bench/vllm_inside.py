@@ -85,8 +85,9 @@ def _load(model: str, num_tokens: int, token_budget: int) -> _Loaded:
     layout = layout_of(checkpoint, block_size=BLOCK_SIZE)
     shape = uniform_shape(layout, num_blocks_for(num_tokens + NUM_ANSWER, BLOCK_SIZE) + 8)
     loaded = load_vllm(
-        checkpoint, memoryview(bytearray(shape.num_bytes)), shape, token_budget=token_budget, num_threads=NUM_THREADS,
-        kv_format=format_here(layout.dtype, BLOCK_SIZE, checkpoint.head_dim, {}), kv_bytes=2 * shape.num_bytes, args={},
+        checkpoint, memoryview(bytearray(shape.arena_bytes)), shape, token_budget=token_budget, num_threads=NUM_THREADS,
+        kv_format=format_here(layout.dtype, BLOCK_SIZE, checkpoint.head_dim, {}), kv_bytes=2 * shape.arena_bytes,
+        args={},
     )  # fmt: skip
     return _Loaded(loaded.steps, layout, checkpoint.vocab_size, random.Random(20261123))
 

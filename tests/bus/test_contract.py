@@ -332,7 +332,7 @@ async def test_many_flushes_at_once_return(bus: Bus) -> None:
 
 @pytest.mark.parametrize("num_turns", [1, 2, 3, 10])
 async def test_a_flush_that_is_given_up_harms_nothing(connect: Connect, root: str, num_turns: int) -> None:
-    """Cancelled, or out of time: what comes back late finds nobody, and the bus goes on hearing."""
+    """Cancelled, or out of time: what comes back late finds nobody, and the bus goes on detector."""
     server, client = await connect(), await connect()
     flushes: list[asyncio.Task[None]] = []
     for number in range(20):

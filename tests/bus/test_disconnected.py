@@ -28,24 +28,24 @@ async def test_the_end_of_a_connection_is_said_once_by_the_name_of_its_client(ki
     def connect(name: str) -> Bus:
         return MemoryBus(memory, name) if kind == "memory" else simulated.connect(name)
 
-    hearing, one, two = connect("scheduler"), connect("w0"), connect("w1")
-    ends = await hearing.subscribe(DISCONNECTED)
+    detector, one, two = connect("scheduler"), connect("w0"), connect("w1")
+    ends = await detector.subscribe(DISCONNECTED)
     await one.close()
     await one.close()
     await two.close()
     assert [await next_name(ends), await next_name(ends)] == ["w0", "w1"]
-    await hearing.close()
+    await detector.close()
 
 
 async def test_a_client_that_is_killed_while_the_simulated_broker_stands_still_is_told_once_it_goes_on() -> None:
     broker = SimBroker(random.Random(0))
-    hearing, killed = broker.connect("scheduler"), broker.connect("w0")
-    ends = await hearing.subscribe(DISCONNECTED)
+    detector, killed = broker.connect("scheduler"), broker.connect("w0")
+    ends = await detector.subscribe(DISCONNECTED)
     broker.stand_still()
     broker.drop(killed)
     broker.go_on()
     assert await next_name(ends) == "w0"
-    await hearing.close()
+    await detector.close()
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"client":{}}', b'{"client":{"name":3}}', b"\xff"])

@@ -21,7 +21,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from services.bus.embedded import EmbeddedNats
-print(EmbeddedNats.start(None, Path(sys.argv[1])).pid, flush=True)
+print(EmbeddedNats.launch(None, Path(sys.argv[1])).pid, flush=True)
 time.sleep(600)
 """
 
@@ -46,7 +46,7 @@ def fake_server(folder: Path, version: str) -> Path:
 
 async def test_it_answers_with_our_limits_and_stops(tmp_path: Path) -> None:
     folder = tmp_path / 'a "quoted" folder'
-    server = EmbeddedNats.start(None, folder)
+    server = EmbeddedNats.launch(None, folder)
     bus = await NatsBus.connect(BusAccess(server.url), "test")
     assert server.url.startswith("nats://127.0.0.1:")
     assert bus._client.max_payload == MAX_PAYLOAD_BYTES
@@ -58,7 +58,7 @@ async def test_it_answers_with_our_limits_and_stops(tmp_path: Path) -> None:
 
 
 async def test_a_broker_may_take_less_but_not_too_little(tmp_path: Path) -> None:
-    small = EmbeddedNats.start(None, tmp_path / "small", f"max_payload: {MIN_PAYLOAD_BYTES}\n")
+    small = EmbeddedNats.launch(None, tmp_path / "small", f"max_payload: {MIN_PAYLOAD_BYTES}\n")
     bus = await NatsBus.connect(BusAccess(small.url), "test")
     assert bus.max_bytes == MIN_PAYLOAD_BYTES
     ear = await bus.subscribe("a")
@@ -68,7 +68,7 @@ async def test_a_broker_may_take_less_but_not_too_little(tmp_path: Path) -> None
     assert len((await anext(aiter(ear))).payload) == MIN_PAYLOAD_BYTES - 12
     await bus.close()
     small.stop()
-    tiny = EmbeddedNats.start(None, tmp_path / "tiny", f"max_payload: {MIN_PAYLOAD_BYTES - 1}\n")
+    tiny = EmbeddedNats.launch(None, tmp_path / "tiny", f"max_payload: {MIN_PAYLOAD_BYTES - 1}\n")
     with pytest.raises(UserError, match=rf" {MIN_PAYLOAD_BYTES - 1} bytes.* {MIN_PAYLOAD_BYTES} .*max_payload"):
         await NatsBus.connect(BusAccess(tiny.url), "test")
     tiny.stop()
@@ -76,25 +76,25 @@ async def test_a_broker_may_take_less_but_not_too_little(tmp_path: Path) -> None
 
 async def test_bus_config_asks_for_all_that_we_use(tmp_path: Path) -> None:
     keys = MeshKeys.fresh()
-    keys.write(tmp_path / "keys")
+    keys.save(tmp_path / "keys")
     assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in (tmp_path / "keys" / BROKER_FILE).read_text()
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
-    first = EmbeddedNats.start(None, tmp_path)
+    first = EmbeddedNats.launch(None, tmp_path)
     try:
         port = int(first.url.rsplit(":", 1)[1])
         with pytest.raises(UserError, match=f"port {port} is in use"):
-            EmbeddedNats.start(port, tmp_path)
+            EmbeddedNats.launch(port, tmp_path)
     finally:
         first.stop()
-    again = EmbeddedNats.start(port, tmp_path)
+    again = EmbeddedNats.launch(port, tmp_path)
     assert again.url == first.url
     again.stop()
 
 
 def test_several_share_a_folder(tmp_path: Path) -> None:
-    servers = [EmbeddedNats.start(None, tmp_path) for _ in range(2)]
+    servers = [EmbeddedNats.launch(None, tmp_path) for _ in range(2)]
     assert len({server.url for server in servers}) == 2
     for server in servers:
         server.stop()
@@ -112,13 +112,13 @@ def test_no_server_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UserError, match=r"no nats-server 2\.12 or newer"):
-        EmbeddedNats.start(None, tmp_path)
+        EmbeddedNats.launch(None, tmp_path)
 
 
 def test_a_server_that_ends_at_once_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "find_server", lambda: str(fake_server(tmp_path, "2.12.0")))
     with pytest.raises(UserError, match=r"did not start; its log is .*nats\.log"):
-        EmbeddedNats.start(None, tmp_path)
+        EmbeddedNats.launch(None, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")

@@ -50,7 +50,7 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[int | None], EmbeddedNats
     started: list[EmbeddedNats] = []
 
     def start(port: int | None = None) -> EmbeddedNats:
-        started.append(EmbeddedNats.start(port, tmp_path))
+        started.append(EmbeddedNats.launch(port, tmp_path))
         return started[-1]
 
     yield start

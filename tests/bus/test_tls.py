@@ -47,8 +47,8 @@ def ca(keys: MeshKeys, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serving(keys: MeshKeys, folder: Path, port: int | None = None) -> EmbeddedNats:
-    keys.write(folder / "keys")
-    return EmbeddedNats.start(port, folder / "run", (folder / "keys" / BROKER_FILE).read_text())
+    keys.save(folder / "keys")
+    return EmbeddedNats.launch(port, folder / "run", (folder / "keys" / BROKER_FILE).read_text())
 
 
 def gateway(url: str, keys: MeshKeys, ca: Path | None) -> BusAccess:
@@ -203,7 +203,7 @@ async def test_it_comes_back_encrypted_and_to_nobody_else(tmp_path: Path, caplog
     await until(lambda: "not believed to be ours" in caplog.text)
     assert not bus.is_connected
     forged.stop()
-    in_clear = EmbeddedNats.start(port, tmp_path / "clear", mine.broker_config)
+    in_clear = EmbeddedNats.launch(port, tmp_path / "clear", mine.broker_config)
     await until(lambda: "does not encrypt" in caplog.text)
     assert not bus.is_connected
     in_clear.stop()

@@ -98,7 +98,7 @@ async def test_the_headers_name_schema_and_trace_and_what_is_left_crosses_the_bu
     assert delivery.headers[SCHEMA_HEADER] == "LocateBlocks"
     assert delivery.headers[TRACEPARENT_HEADER] == TRACEPARENT
     told = json.loads(delivery.payload)
-    assert 0 < told["left_ms"] <= 60_000, "a duration: of the asker's clock its receiver knows nothing"
+    assert 0 < told["left_ms"] <= 60_000, "a duration: of the requester's clock its receiver knows nothing"
     assert msgspec.structs.replace(decode(delivery.payload, LocateBlocks), deadline_ms=locate.deadline_ms) == locate
     await delivery.respond(b'{"type":"BlocksLocated"}', {})
     with pytest.raises(BusError, match="unreadable reply"):

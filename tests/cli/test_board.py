@@ -44,24 +44,24 @@ def busy() -> Board:
         decode_step_ms=3.25,
     )
     for name in (examples.SOURCE, examples.TARGET, "a-worker-with-a-very-long-name-indeed"):
-        board.hear(load(name, rates=rates), 9.0, NOW_MS)
+        board.add_message(load(name, rates=rates), 9.0, NOW_MS)
     for number in range(3):
-        board.hear(told(story.RequestAccepted, number, num_prompt_tokens=1, max_tokens=2), 9.0, NOW_MS)
-    board.hear(told(story.RequestPlaced, 1, prefill_worker=examples.SOURCE), 9.0, NOW_MS)
-    board.hear(told(story.FirstTokenHeard, 2, age_ms=30), 9.0, NOW_MS)
-    board.hear(told(story.FirstTokenHeard, 2, age_ms=50), 9.0, NOW_MS)
-    board.hear(told(story.RequestFailed, 7, code="overloaded", detail="", status=429, num_tokens=0), 9.0, NOW_MS)
-    board.hear(landed(5 * 2**20), 9.0, NOW_MS)
+        board.add_message(told(story.RequestAccepted, number, num_prompt_tokens=1, max_tokens=2), 9.0, NOW_MS)
+    board.add_message(told(story.RequestPlaced, 1, prefill_worker=examples.SOURCE), 9.0, NOW_MS)
+    board.add_message(told(story.FirstTokenHeard, 2, age_ms=30), 9.0, NOW_MS)
+    board.add_message(told(story.FirstTokenHeard, 2, age_ms=50), 9.0, NOW_MS)
+    board.add_message(told(story.RequestFailed, 7, code="overloaded", detail="", status=429, num_tokens=0), 9.0, NOW_MS)
+    board.add_message(landed(5 * 2**20), 9.0, NOW_MS)
     return board
 
 
 def test_requests_are_where_their_story_says() -> None:
     board = busy()
     assert board.phases(10.0) == {"placing": 1, "prefill": 1, "decode": 1}
-    board.hear(told(story.RequestResumed, 2, num_answered_tokens=3, reason="drains", moved_by="d"), 10.0, NOW_MS)
+    board.add_message(told(story.RequestResumed, 2, num_answered_tokens=3, reason="drains", moved_by="d"), 10.0, NOW_MS)
     assert board.phases(10.0) == {"placing": 2, "prefill": 1}
-    board.hear(told(story.RequestFinished, 2, finish_reason="stop", num_tokens=9), 10.0, NOW_MS)
-    board.hear(told(story.RequestCancelled, 1, reason="gone", num_tokens=0), 10.0, NOW_MS)
+    board.add_message(told(story.RequestFinished, 2, finish_reason="stop", num_tokens=9), 10.0, NOW_MS)
+    board.add_message(told(story.RequestCancelled, 1, reason="gone", num_tokens=0), 10.0, NOW_MS)
     assert board.phases(10.0) == {"placing": 1}
     assert (board.ends, board.num_resumed) == ({"finished": 1, "cancelled": 1, "failed": 1}, 1)
     assert board.num_moved == 1, "and it was given away"
@@ -80,7 +80,7 @@ def test_rates_are_averages_over_the_window() -> None:
         (9.0, 1_050),
         (10.0, 1_100),
     ):
-        board.hear(load("w", num_tokens=num_tokens), at, NOW_MS)
+        board.add_message(load("w", num_tokens=num_tokens), at, NOW_MS)
     assert board.tokens.per_s(RATE_WINDOW_S) == pytest.approx(100 / RATE_WINDOW_S)
     assert board.tokens.per_s(9.5 + RATE_WINDOW_S) == pytest.approx(50 / RATE_WINDOW_S)
     assert board.tokens.per_s(99.0) == 0
@@ -90,9 +90,9 @@ def test_a_worker_is_silent_then_forgotten_and_one_that_leaves_goes_at_once() ->
     board = busy()
     assert [quiet for _, quiet in board.workers(9.0 + SILENT_AFTER_S + 0.1)] == [True, True, True]
     stale = WorkerLeft(worker_id=examples.SOURCE, incarnation="another", reason=LeftReason.DIED)
-    board.hear(stale, 9.5, NOW_MS)
+    board.add_message(stale, 9.5, NOW_MS)
     assert examples.SOURCE in board.loads
-    board.hear(msgspec.structs.replace(stale, incarnation=examples.INFO.incarnation), 9.5, NOW_MS)
+    board.add_message(msgspec.structs.replace(stale, incarnation=examples.INFO.incarnation), 9.5, NOW_MS)
     assert examples.SOURCE not in board.loads
     assert list(board.workers(9.0 + FORGET_AFTER_S + 1)) == []
 

@@ -18,8 +18,8 @@ from tests.mesh.processes import Mesh, RunningMesh
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A broker that knows the keys of a folder, and the folder."""
     folder, keys = tmp_path_factory.mktemp("closed"), MeshKeys.fresh()
-    keys.write(folder / "keys")
-    server = EmbeddedNats.start(None, folder, keys.broker_config)
+    keys.save(folder / "keys")
+    server = EmbeddedNats.launch(None, folder, keys.broker_config)
     yield server.url, folder / "keys"
     server.stop()
 
@@ -32,7 +32,7 @@ def test_a_closed_broker_needs_its_keys(closed: tuple[str, Path], tmp_path: Path
     url, _ = closed
     assert_one_line(run(tmp_path, "up", "--nats", url, "--port", "0"), "lets nobody in", "--keys")
     other = tmp_path / "other"
-    MeshKeys.fresh().write(other)
+    MeshKeys.fresh().save(other)
     assert_one_line(run(tmp_path, "up", "--nats", url, "--port", "0", "--keys", str(other)), "does not know the key")
     assert_one_line(run(tmp_path, "up", "--nats", url, "--port", "0", "--keys", "/none"), "/none", "No such file")
     assert_one_line(run(tmp_path, "status", "--nats", url), "lets nobody in", "--creds")
@@ -53,8 +53,8 @@ def test_a_service_without_its_role_s_key_says_so(closed: tuple[str, Path], tmp_
 
 def test_a_mesh_on_a_broker_of_one_s_own_that_encrypts(running_mesh: RunningMesh, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    MeshKeys.fresh(["127.0.0.1"]).write(keys)
-    broker = EmbeddedNats.start(None, tmp_path / "broker", (keys / BROKER_FILE).read_text())
+    MeshKeys.fresh(["127.0.0.1"]).save(keys)
+    broker = EmbeddedNats.launch(None, tmp_path / "broker", (keys / BROKER_FILE).read_text())
     try:
         assert broker.url.startswith("tls://")
         with running_mesh(tmp_path, UpOptions(nats=broker.url, keys=str(keys), port=0)) as mesh:

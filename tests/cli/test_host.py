@@ -105,7 +105,7 @@ def test_up_for_others_over_https(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def gateway(tmp_path: Path, settings: str, num_files: int = 0) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     """Run one gateway process, with a broker and nobody else; yield it and its port."""
-    nats, port = EmbeddedNats.start(None, tmp_path), free_port()
+    nats, port = EmbeddedNats.launch(None, tmp_path), free_port()
     config = tmp_path / "mesh.toml"
     config.write_text(f'{SECRET}[nats]\nopen = true\nurl = "{nats.url}"\n[gateway]\nport = {port}\n{settings}')
 

@@ -304,7 +304,7 @@ def serve(trial: Trial) -> None:
     """One service, by the page's own mesh.toml: it becomes ready, and Ctrl-C ends it with exit code 0."""
     scratch = trial.scratch
     [text] = [fence.text for fence in fences("toml") if fence.page == trial.command.page and "[nats]" in fence.text]
-    MeshKeys.fresh().write(scratch.folder / "keys")
+    MeshKeys.fresh().save(scratch.folder / "keys")
     text = text.replace("8000", str(free_port())).replace("[nats]", "[nats]\nopen = true")
     (scratch.folder / "mesh.toml").write_text(text)
     scratch.environment["KVMESH_NATS_URL"] = trial.fixtures.getfixturevalue("nats_url")
@@ -313,7 +313,7 @@ def serve(trial: Trial) -> None:
 
 def serve_broker(trial: Trial) -> None:
     scratch = trial.scratch
-    MeshKeys.fresh().write(scratch.folder / "keys")
+    MeshKeys.fresh().save(scratch.folder / "keys")
     _until_ctrl_c(scratch, trial.command.text.replace("4222", str(free_port())).split(), "Server is ready")
 
 

@@ -48,31 +48,31 @@ def said(request_id: str, event: str = "accepted", *, is_end: bool = False) -> T
 
 def test_only_the_wanted_request_is_told_until_its_end() -> None:
     heard = Tail("aa")
-    assert heard.hear(said("req-bb"), 1.0) is None
-    line = heard.hear(said("req-aa"), 1.0)
+    assert heard.line_of(said("req-bb"), 1.0) is None
+    line = heard.line_of(said("req-aa"), 1.0)
     assert line is not None and "accepted" in line.plain and "req-aa" not in line.plain
-    assert heard.hear(said("req-aab", "finished", is_end=True), 1.1) is None
+    assert heard.line_of(said("req-aab", "finished", is_end=True), 1.1) is None
     assert not heard.has_ended
-    last = heard.hear(said("req-aa", "finished", is_end=True), 1.25)
+    last = heard.line_of(said("req-aa", "finished", is_end=True), 1.25)
     assert last is not None and "+250.0 ms" in last.plain
     assert heard.has_ended
-    assert heard.hear(said("req-aa", "released"), 1.3) is not None and heard.has_ended
+    assert heard.line_of(said("req-aa", "released"), 1.3) is not None and heard.has_ended
 
 
 def test_a_request_of_several_choices_ends_with_the_last_of_them() -> None:
     heard = Tail("aa")
     for number in (0, 1):
-        line = heard.hear(said(f"req-aa_c{number}"), 1.0)
+        line = heard.line_of(said(f"req-aa_c{number}"), 1.0)
         assert line is not None and f"req-aa_c{number}" in line.plain
-    heard.hear(said("req-aa_c1", "finished", is_end=True), 1.1)
+    heard.line_of(said("req-aa_c1", "finished", is_end=True), 1.1)
     assert not heard.has_ended
-    heard.hear(said("req-aa_c0", "failed", is_end=True), 1.2)
+    heard.line_of(said("req-aa_c0", "failed", is_end=True), 1.2)
     assert heard.has_ended
 
 
 def test_without_an_id_everybody_is_told_by_name() -> None:
     heard = Tail("")
-    lines = [heard.hear(said(request_id), 1.0) for request_id in ("req-aa", "req-bb")]
+    lines = [heard.line_of(said(request_id), 1.0) for request_id in ("req-aa", "req-bb")]
     assert [line is not None and line.plain.split()[4] for line in lines] == ["req-aa", "req-bb"]
 
 

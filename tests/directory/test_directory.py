@@ -160,7 +160,7 @@ def test_evicted_blocks_are_gone() -> None:
     handle(core, stored(A, 1, 1, 2))
     handle(core, evicted(A, 2, 2))
     assert located(core, 1, 2) == {"a": 1}
-    assert core.num_blocks == 1
+    assert core.num_known_blocks == 1
 
 
 def test_evicted_from_one_tier_is_still_in_the_other() -> None:
@@ -236,7 +236,7 @@ def test_an_inventory_replaces_what_was_known() -> None:
     handle(core, stored(A, 3, 9))
     handle(core, PageRead(asked(A), page(A, 3, 2, 9)))
     assert located(core, 1) == {} and located(core, 2) == {"a": 1} and located(core, 9) == {"a": 1}
-    assert swept(core).num_blocks == 2
+    assert swept(core).num_known_blocks == 2
 
 
 def test_a_restarted_directory_reads_each_worker_it_hears_once() -> None:
@@ -273,7 +273,7 @@ def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None
     assert questions == [ReadPage(A, "1")] and handle(core, heard(A, "1")) == []
     handle(core, PageMissing(questions[0]))
     assert located(core, 3) == {} and located(core, 9) == {"a": 1}
-    assert swept(core).num_blocks == 1
+    assert swept(core).num_known_blocks == 1
 
 
 def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers() -> None:
@@ -310,7 +310,7 @@ def test_a_bit_is_used_again_only_after_its_blocks_are_swept() -> None:
     handle(core, stored(WorkerId("d"), 1, 52))
     assert [located(core, n) for n in range(10)] == [{}] * 10
     assert (located(core, 50), located(core, 52)) == ({"b": 1}, {"d": 1})
-    assert core.num_blocks == 3
+    assert core.num_known_blocks == 3
 
 
 # Bounds.
@@ -326,7 +326,7 @@ def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
     handle(core, PageRead(asked(A), page(A, 0)))
     handle(core, stored(A, 1, *numbered(1, 3)))
     handle(core, stored(A, 2, *numbered(2, 9)))
-    assert located(core, *numbered(1, 20)) == {"a": 4} and core.num_blocks == 4 and core.num_passed_over == 6
+    assert located(core, *numbered(1, 20)) == {"a": 4} and core.num_known_blocks == 4 and core.num_passed_over == 6
     handle(core, evicted(A, 3, 1, 2))
     handle(core, stored(A, 4, 30, 31, 32))
     assert located(core, 30, 31, 32) == {"a": 2}, "what has gone makes room"
@@ -342,7 +342,7 @@ def test_the_same_blocks_again_and_again_and_those_it_never_had_make_no_room() -
     handle(core, stored(A, 1, *[1, 2, 3] * 50))
     handle(core, stored(A, 2, *[1, 2, 3] * 50))
     handle(core, evicted(A, 3, *numbered(100, 9), *numbered(100, 9)))
-    assert core.num_passed_over == 0 and core.num_blocks == 3
+    assert core.num_passed_over == 0 and core.num_known_blocks == 3
     handle(core, stored(A, 4, *numbered(1, 9)))
     assert located(core, *numbered(1, 9)) == {"a": 4} and core.num_passed_over == 5
     handle(core, evicted(A, 5, *[1] * 50))
@@ -358,7 +358,7 @@ def test_each_tier_is_bounded_by_its_own_room_and_one_that_the_holder_does_not_h
     for sequence, other in enumerate(TIERS, 1):
         handle(core, stored(A, sequence, *numbered(100, 9), tier=other))
     assert runs(core, *numbered(1, 9)) == [("a", 0, 4, tier)]
-    assert core.num_blocks == 4 and core.num_passed_over == 5 + 4 * 9
+    assert core.num_known_blocks == 4 and core.num_passed_over == 5 + 4 * 9
 
 
 def test_what_is_known_beyond_the_room_that_a_holder_says_it_has_is_read_again() -> None:
@@ -371,7 +371,7 @@ def test_what_is_known_beyond_the_room_that_a_holder_says_it_has_is_read_again()
     handle(core, PageRead(asked(A), page(A, 1, *numbered(1, 9))))
     assert located(core, *numbered(1, 9)) == {"a": 4}
     assert handle(core, WorkerHeard(A, "1", {"arena": 4})) == []
-    assert swept(core).num_blocks == 4
+    assert swept(core).num_known_blocks == 4
 
 
 def test_an_inventory_is_bounded_as_well_and_nobody_is_known_to_have_more_than_the_directorys_own_bound(
@@ -437,7 +437,7 @@ def test_all_holders_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     core = DirectoryCore(DirectoryTimes())
     for number, worker in enumerate((A, B, WorkerId("c"))):
         handle(core, stored(worker, 1, *numbered(10 * number, 3)))
-    assert core.num_blocks == 5 and core.num_holders == 2
+    assert core.num_known_blocks == 5 and core.num_holders == 2
     handle(core, heard(WorkerId("c")))
     assert core.num_holders == 2
     handle(core, stored(A, 2, *numbered(10, 2)))

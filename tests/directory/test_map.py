@@ -111,14 +111,14 @@ def test_it_says_what_a_dict_of_sets_says(data: st.DataObject) -> None:
             owner = data.draw(st.sampled_from(OWNERS))
             hashes = [chosen_hash(number) for number in data.draw(NUMBERS)]
             if owner not in bits:
-                bits[owner] = blocks.open(owner)
+                bits[owner] = blocks.new_owner(owner)
                 blocks.show(bits[owner])
             match data.draw(st.sampled_from(["add", "add", "add", "remove", "remove", "retire"])):
                 case "add":
                     room = data.draw(st.sampled_from([0, 1, 7, 1_000_000]))
-                    assert blocks.add(bits[owner], join_hashes(hashes), room) == model.add(owner, hashes, room)
+                    assert blocks.mark(bits[owner], join_hashes(hashes), room) == model.add(owner, hashes, room)
                 case "remove":
-                    assert blocks.remove(bits[owner], join_hashes(hashes)) == model.remove(owner, hashes)
+                    assert blocks.unmark(bits[owner], join_hashes(hashes)) == model.remove(owner, hashes)
                 case _:
                     blocks.retire([bits.pop(owner)])
                     model.gone.add(owner)
@@ -178,17 +178,17 @@ def hashes_of(numbers: range) -> list[BlockHash]:
 @pytest.mark.parametrize("num_at_once", [3, 70])
 def test_a_sweep_clears_everything_also_while_the_table_grows_under_it(num_at_once: int) -> None:
     rng, blocks = random.Random(num_at_once), BlockMap()
-    gone, stays = (blocks.open(owner) for owner in OWNERS[:2])
+    gone, stays = (blocks.new_owner(owner) for owner in OWNERS[:2])
     blocks.show(gone)
     blocks.show(stays)
     of_gone = [BlockHash(rng.randbytes(16)) for _ in range(3_000)]
-    blocks.add(gone, join_hashes(of_gone), 1_000_000)
-    blocks.add(stays, join_hashes(of_gone[::3]), 1_000_000)
+    blocks.mark(gone, join_hashes(of_gone), 1_000_000)
+    blocks.mark(stays, join_hashes(of_gone[::3]), 1_000_000)
     blocks.retire([gone])
     num_stored = 0
     while blocks.sweep(197):
         added = [BlockHash(rng.randbytes(16)) for _ in range(num_at_once)]
-        assert blocks.add(stays, join_hashes(added), 1_000_000) == Changed(num_at_once, 0)
+        assert blocks.mark(stays, join_hashes(added), 1_000_000) == Changed(num_at_once, 0)
         num_stored += num_at_once
     assert num_stored > 100 and blocks.num_blocks == 1_000 + num_stored
     blocks.check_integrity()  # the bit has no owner now: no block has it
@@ -196,10 +196,10 @@ def test_a_sweep_clears_everything_also_while_the_table_grows_under_it(num_at_on
 
 def held_by(owner: Owner, *hashes: list[BlockHash]) -> tuple[BlockMap, int]:
     blocks = BlockMap()
-    bit = blocks.open(owner)
+    bit = blocks.new_owner(owner)
     blocks.show(bit)
     for each in hashes:
-        blocks.add(bit, join_hashes(each), 1_000_000)
+        blocks.mark(bit, join_hashes(each), 1_000_000)
     return blocks, bit
 
 
@@ -237,22 +237,22 @@ def test_heat_stays_with_a_block_while_the_table_grows_and_its_holders_change() 
     rng = random.Random(1)
     hashes = [BlockHash(rng.randbytes(16)) for _ in range(100)]
     blocks, first = held_by(OWNERS[0], hashes)
-    second = blocks.open(OWNERS[1])
+    second = blocks.new_owner(OWNERS[1])
     blocks.show(second)
     for at in range(7):
         blocks.locate(join_hashes(hashes[: 100 - at]))
     before = blocks.heat(first, join_hashes(hashes))
     assert set(before[:90]) == {7} and before[99] == 1
     for _ in range(20):
-        blocks.add(second, join_hashes([BlockHash(rng.randbytes(16)) for _ in range(500)]), 1_000_000)
+        blocks.mark(second, join_hashes([BlockHash(rng.randbytes(16)) for _ in range(500)]), 1_000_000)
     assert blocks.heat(first, join_hashes(hashes)) == before
     assert not any(blocks.heat(second, join_hashes(hashes))), "it holds none of them"
     for at in range(0, 100, 10):
-        blocks.add(second, join_hashes(hashes[at : at + 10]), 1_000_000)
-    blocks.remove(first, join_hashes(hashes))
+        blocks.mark(second, join_hashes(hashes[at : at + 10]), 1_000_000)
+    blocks.unmark(first, join_hashes(hashes))
     assert blocks.heat(second, join_hashes(hashes)) == before
-    blocks.remove(second, join_hashes(hashes[:50]))
-    blocks.add(second, join_hashes(hashes[:50]), 1_000_000)
+    blocks.unmark(second, join_hashes(hashes[:50]))
+    blocks.mark(second, join_hashes(hashes[:50]), 1_000_000)
     assert blocks.heat(second, join_hashes(hashes)) == bytes(50) + before[50:], "who was gone comes back cold"
     assert blocks.heat(second, b"") == b""
     blocks.check_integrity()
@@ -261,33 +261,33 @@ def test_heat_stays_with_a_block_while_the_table_grows_and_its_holders_change() 
 def test_different_sets_of_holders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SETS", 2)
     blocks = BlockMap()
-    a, b, c = (blocks.open(owner) for owner in OWNERS[:3])
+    a, b, c = (blocks.new_owner(owner) for owner in OWNERS[:3])
     for bit in (a, b, c):
         blocks.show(bit)
     prompt = join_hashes(hashes_of(range(6)))
-    assert blocks.add(a, prompt, 99) == Changed(6, 0)
-    assert blocks.add(b, prompt[:32], 99) == Changed(2, 0)
-    assert blocks.add(c, prompt[16:48], 99) == Changed(0, 2), "a third set of holders"
-    assert blocks.add(c, join_hashes(hashes_of(range(10, 12))), 99) == Changed(0, 2)
-    assert blocks.remove(a, prompt[:16]) == Changed(0, 1), "it goes on being named for what it has evicted"
+    assert blocks.mark(a, prompt, 99) == Changed(6, 0)
+    assert blocks.mark(b, prompt[:32], 99) == Changed(2, 0)
+    assert blocks.mark(c, prompt[16:48], 99) == Changed(0, 2), "a third set of holders"
+    assert blocks.mark(c, join_hashes(hashes_of(range(10, 12))), 99) == Changed(0, 2)
+    assert blocks.unmark(a, prompt[:16]) == Changed(0, 1), "it goes on being named for what it has evicted"
     assert runs_of(blocks.locate(prompt)) == {("w0", 0, 6, "arena"), ("w1", 0, 2, "arena")}
     blocks.retire([a])
     while blocks.sweep(7):
         blocks.check_integrity()
     assert runs_of(blocks.locate(prompt)) == {("w1", 0, 2, "arena")}
-    assert blocks.add(c, prompt[16:48], 99) == Changed(1, 1), "what nobody has any more makes room"
+    assert blocks.mark(c, prompt[16:48], 99) == Changed(1, 1), "what nobody has any more makes room"
     blocks.check_integrity()
 
 
 def test_holders_of_every_other_block_do_not_keep_everybody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_RUN_ENDS", 20)
     blocks = BlockMap()
-    bits = [blocks.open(owner) for owner in OWNERS[:3]]
+    bits = [blocks.new_owner(owner) for owner in OWNERS[:3]]
     for bit in bits:
         blocks.show(bit)
     hashes = hashes_of(range(100))
-    blocks.add(bits[0], join_hashes(hashes), 999)
-    blocks.add(bits[1], join_hashes(hashes[::2]), 999)
+    blocks.mark(bits[0], join_hashes(hashes), 999)
+    blocks.mark(bits[1], join_hashes(hashes[::2]), 999)
     located = blocks.locate(join_hashes(hashes))
     assert runs_of(located) >= {("w0", 0, 20, "arena"), ("w1", 0, 1, "arena"), ("w1", 2, 1, "arena")}
     assert all(run.first_block + run.num_blocks <= 20 for run in located), "no further than it was followed"

@@ -36,7 +36,7 @@ class Checkpoint:
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
 
     def grammar(self, text: str) -> Grammar:
-        return self.grammars.start(text).result(60)
+        return self.grammars.compile(text).result(60)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -52,7 +52,7 @@ def load_tiny(folder: Path, *, num_blocks: int = NUM_BLOCKS, dtype: str = "float
     checkpoint = read_checkpoint(str(folder))
     layout = layout_of(checkpoint, dtype=dtype, block_size=BLOCK_SIZE)
     shape = uniform_shape(layout, num_blocks)
-    buffer = bytearray(b"\xff") * shape.num_bytes  # NaN in every float: reading what is not ours shows
+    buffer = bytearray(b"\xff") * shape.arena_bytes  # NaN in every float: reading what is not ours shows
     return load_engine(
         checkpoint,
         arena_buffer=memoryview(buffer),
@@ -130,7 +130,7 @@ def run_batch(engine: Engine, batch: Batch, answers: dict[str, list[int]] | None
     """Step until the batch is empty; return the tokens sampled for each request."""
     answers = {} if answers is None else answers
     while items := batch.plan():
-        result = batch.commit(items, engine.step(items), 0, 0)
+        result = batch.commit(items, engine.compute(items), 0, 0)
         batch.check_integrity()
         for token in result.sampled:
             answers.setdefault(token.sequence.request_id, []).append(token.token_id)

@@ -19,7 +19,7 @@ from tests.share import examples
 SHAPE = uniform_shape(
     KVLayout(weights="fake", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=1), 1000
 )
-ENGINE = FakeEngine(SHAPE, memoryview(bytearray(SHAPE.num_bytes)))
+ENGINE = FakeEngine(SHAPE, memoryview(bytearray(SHAPE.arena_bytes)))
 
 
 def make(

@@ -140,8 +140,8 @@ def test_the_fake_announces_whole_blocks(num_tokens: int, padded: int) -> None:
 def test_items_that_do_not_sample_give_no_token(make: Callable[[], Held]) -> None:
     held = make()
     sequence = make_sequence("r", prompt_of(20), [Segment(0, 4)], greedy(1))
-    assert held.engine.step([StepItem(sequence, 0, 12, False)]) == []
-    assert len(held.engine.step([StepItem(sequence, 12, 8, True)])) == 1
+    assert held.engine.compute([StepItem(sequence, 0, 12, False)]) == []
+    assert len(held.engine.compute([StepItem(sequence, 12, 8, True)])) == 1
 
 
 def test_only_its_own_slots_are_written(make: Callable[[], Held]) -> None:
@@ -174,16 +174,16 @@ def test_the_fake_s_answer_is_known_in_advance(sampling: SamplingParams) -> None
 def test_the_fake_notices_one_flipped_bit_anywhere() -> None:
     held, prompt = fake(num_blocks=6), prompt_of(40)
     sequence = make_sequence("r", prompt, [Segment(0, 6)], SamplingParams(max_tokens=3, temperature=0.0))
-    clean = [held.engine.step([StepItem(sequence, 0, 40, True)])[0]]
+    clean = [held.engine.compute([StepItem(sequence, 0, 40, True)])[0]]
     layout = held.engine.layout
     last = StepItem(sequence, 39, 1, True)
-    assert held.engine.step([last]) == clean
+    assert held.engine.compute([last]) == clean
     unseen = 0
     for layer_half in range(layout.num_layers * 2):
         for slot in (0, 17, 38):
             at = (layer_half * 48 + slot) * layout.token_bytes + 11
             held.arena[at] ^= 4
-            unseen += held.engine.step([last]) == clean
+            unseen += held.engine.compute([last]) == clean
             held.arena[at] ^= 4
     assert unseen <= 1, "a hash of 512 tokens may collide once"
 
@@ -194,5 +194,5 @@ def test_the_fake_s_hook_runs_before_anything_is_written() -> None:
 
     held = fake(before_step=fail)
     with pytest.raises(RuntimeError, match="as asked"):
-        held.engine.step([StepItem(make_sequence("r", [1, 2], [Segment(0, 1)], greedy(1)), 0, 2, True)])
+        held.engine.compute([StepItem(make_sequence("r", [1, 2], [Segment(0, 1)], greedy(1)), 0, 2, True)])
     assert not any(held.arena)

@@ -49,7 +49,7 @@ def make_engine(folder: Path, card: FakeCard) -> TransformersEngine:
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     card.move(model.eval())
-    arena = KVTensors(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=CARD))
+    arena = KVTensors(shape, torch.empty(shape.arena_bytes, dtype=torch.uint8, device=CARD))
     return TransformersEngine(model, arena, vocab_size=VOCAB, num_threads=1, card=cast(CardStream, card))
 
 
@@ -130,12 +130,12 @@ def test_what_a_failed_step_had_begun_has_ended(on_card: tuple[TransformersEngin
     engine.model.register_forward_hook(lambda *_: 1 / 0)
     steps.add(make_sequence("r", PROMPT, [Segment(3, 12)], SAMPLED))
     with pytest.raises(StepFailedError, match="ZeroDivisionError") as failed:
-        steps.step()
+        steps.run_step()
     assert (card.num_waits, failed.value.is_lost) == (1, False)
     card.failure = RuntimeError("CUDA error: unspecified launch failure\nand more")
     steps.add(make_sequence("s", PROMPT, [Segment(3, 12)], SAMPLED))
     with pytest.raises(StepFailedError, match=r"the card fails: CUDA error: unspecified launch failure$") as failed:
-        steps.step()
+        steps.run_step()
     assert failed.value.is_lost and isinstance(failed.value.__cause__, EngineLostError)
 
 

@@ -132,7 +132,7 @@ def test_a_tokenizer_that_has_more_than_the_model() -> None:
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.add_tokens([f"tok{number}" for number in range(50)])
     eos = tokenizer.token_to_id("<eos>")
-    mask = Grammars(tokenizer, eos + 1, [eos]).start("start: /(?s:.*)/").result(60).allowed([])
+    mask = Grammars(tokenizer, eos + 1, [eos]).compile("start: /(?s:.*)/").result(60).allowed([])
     assert mask.shape == (eos + 1,) and mask[eos]
 
 
@@ -243,7 +243,7 @@ def test_a_checkpoint_without_what_it_needs(tokenizer: Tokenizer, eos: list[int]
     grammars = Grammars(tokenizer, 300, eos)
     for text in ('start: "a"', 'start: "b"', 'start: "a"'):
         with pytest.raises(GrammarError, match=message):
-            grammars.start(text).result(60)
+            grammars.compile(text).result(60)
 
 
 # The cache.
@@ -260,12 +260,12 @@ def test_the_same_grammar_is_understood_once(demo: Checkpoint, monkeypatch: pyte
         return real(tokenizer, text, **options)
 
     monkeypatch.setattr(module, "LLMatcher", slow)
-    futures = [demo.grammars.start('start: "once"') for _ in range(5)]
+    futures = [demo.grammars.compile('start: "once"') for _ in range(5)]
     assert not any(future.done() for future in futures)
     gate.set()
     answers = {id(future.result(60)) for future in futures}
     assert len(answers) == 5 and len(made) == 1
-    demo.grammars.start('start: "once"').result(60)
+    demo.grammars.compile('start: "once"').result(60)
     assert len(made) == 1
 
 

@@ -80,7 +80,7 @@ def test_without_a_card_all_is_as_it_was(model: str, device: str, monkeypatch: p
     monkeypatch.setattr("services.engine.devices.has_driver", lambda: False)
     parts = load(model, device)
     try:
-        assert isinstance(parts.arena, Arena) and parts.arena.num_bytes == parts.shape.num_bytes
+        assert isinstance(parts.arena, Arena) and parts.arena.num_bytes == parts.shape.arena_bytes
         assert (parts.device, parts.shape.layout.dtype) == ("cpu", "float32")
     finally:
         parts.steps.close()
@@ -112,7 +112,7 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
         assert isinstance(parts.arena, CardArena)
         assert parts.device == f"cuda:3 {made.card.name}"
         assert parts.shape.layout.dtype == "bfloat16", "the checkpoint's own"
-        assert parts.arena.num_bytes == parts.shape.num_bytes
+        assert parts.arena.num_bytes == parts.shape.arena_bytes
         [arguments] = made.engines
         shape: ArenaShape = arguments["shape"]
         assert (shape, arguments["card"].source) == (parts.shape, parts.arena)

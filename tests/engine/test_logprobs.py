@@ -31,7 +31,7 @@ def run(engine: Engine, sequence: Sequence, budget: int) -> list[TokenLogprob]:
     batch, found = Batch(budget), list[TokenLogprob]()
     batch.add(sequence)
     while items := batch.plan():
-        for token in batch.commit(items, engine.step(items), 0, 0).sampled:
+        for token in batch.commit(items, engine.compute(items), 0, 0).sampled:
             assert token.logprob is not None
             found.append(token.logprob)
     return found
@@ -116,6 +116,6 @@ def test_who_wants_none_gets_none(tiny: Tiny) -> None:
     batch.add(asks)
     batch.add(silent)
     while items := batch.plan():
-        for token in batch.commit(items, engine.step(items), 0, 0).sampled:
+        for token in batch.commit(items, engine.compute(items), 0, 0).sampled:
             assert (token.logprob is None) == (token.sequence is silent)
     assert not silent.prompt_logprobs and len(asks.prompt_logprobs) == 19

@@ -100,7 +100,7 @@ def test_sequences_that_join_later_do_not_disturb(tiny: Tiny) -> None:
         batch.add(make_sequence(request, prompt, allocator.take(len(prompt) + 15), sampling))
         for _ in range(3):
             items = batch.plan()
-            for token in batch.commit(items, engine.step(items), 0, 0).sampled:
+            for token in batch.commit(items, engine.compute(items), 0, 0).sampled:
                 answers.setdefault(token.sequence.request_id, []).append(token.token_id)
     run_batch(engine, batch, answers)
     for request, prompt in prompts.items():
@@ -126,7 +126,7 @@ def test_a_hand_over_continues_with_the_same_tokens(tiny: Tiny, temperature: flo
     answers: dict[str, list[int]] = {}
     allocator = Allocator(run=5, first=1)
     while items := prefill.plan():
-        for token in prefill.commit(items, source.step(items), 0, 0).sampled:
+        for token in prefill.commit(items, source.compute(items), 0, 0).sampled:
             assert token.local_end
             assert token.finish_reason is None
             held, request = token.sequence, token.sequence.request_id
@@ -189,13 +189,13 @@ def test_a_closed_engine_lets_go_of_its_arena(tiny: Tiny) -> None:
     engine = load_tiny(tiny())
     engine.close()
     with pytest.raises(EngineFailedError):
-        engine.step([StepItem(make_sequence("r", [1, 2], [Segment(0, 1)], greedy(1)), 0, 2, True)])
+        engine.compute([StepItem(make_sequence("r", [1, 2], [Segment(0, 1)], greedy(1)), 0, 2, True)])
 
 
 def test_a_sequence_that_outgrew_its_segments_is_refused(tiny: Tiny) -> None:
     engine = load_tiny(tiny())
     with pytest.raises(ValueError, match="past the 8 slots"):
-        engine.step([StepItem(make_sequence("r", prompt_of(9), [Segment(0, 1)], greedy(1)), 0, 9, True)])
+        engine.compute([StepItem(make_sequence("r", prompt_of(9), [Segment(0, 1)], greedy(1)), 0, 9, True)])
 
 
 def test_tensors_keep_the_memory_that_they_show() -> None:

@@ -39,7 +39,7 @@ class Arrivals:
         rng = random.Random(num_lost)
         self.layout = layout
         self.shape = uniform_shape(layout, NUM_REQUESTS * _num_blocks())
-        self.arena = memoryview(bytearray(b"\xff") * self.shape.num_bytes)
+        self.arena = memoryview(bytearray(b"\xff") * self.shape.arena_bytes)
         self.engine = FakeEngine(self.shape, self.arena)
         self.prompts = [[rng.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_REQUESTS)]
         lost = set(rng.sample(range(NUM_REQUESTS), num_lost))
@@ -70,7 +70,7 @@ class Arrivals:
         batch = Batch(64)
         batch.add(sequence)
         while items := batch.plan():
-            batch.commit(items, self.engine.step(items), 0, 0)
+            batch.commit(items, self.engine.compute(items), 0, 0)
         assert sequence.num_computed_tokens == PROMPT_TOKENS and sequence.index == 1
         sequence.max_local_tokens = None
         if landed is not None:
@@ -116,7 +116,7 @@ def test_ready_sequences_decode_in_every_step(layout: KVLayout, token_budget: in
         if waiting:
             num_steps_with_lost += 1
             assert any(item.sequence in waiting for item in items), "what was lost makes progress in every step"
-        result = batch.commit(items, arrivals.engine.step(items), 0, 0)
+        result = batch.commit(items, arrivals.engine.compute(items), 0, 0)
         batch.check_integrity()
         sampled = [token.sequence for token in result.sampled]
         for sequence in running:
@@ -140,7 +140,7 @@ def test_lost_kv_is_computed_in_as_few_steps_as_the_budget_allows(num_lost: int)
         wanted = num_decodes + batch.load().num_uncomputed_tokens
         items = batch.plan()
         assert sum(item.num_tokens for item in items) == min(token_budget, wanted)
-        batch.commit(items, arrivals.engine.step(items), 0, 0)
+        batch.commit(items, arrivals.engine.compute(items), 0, 0)
 
 
 def test_a_prefix_that_did_not_land_gives_another_answer() -> None:
@@ -151,7 +151,7 @@ def test_a_prefix_that_did_not_land_gives_another_answer() -> None:
     batch = Batch(64)
     batch.add(lost)
     while items := batch.plan():
-        batch.commit(items, arrivals.engine.step(items), 0, 0)
+        batch.commit(items, arrivals.engine.compute(items), 0, 0)
     assert lost.token_ids[PROMPT_TOKENS:] != arrivals.expected()[arrivals.sequences.index(lost)]
 
 
@@ -164,7 +164,7 @@ def bench() -> LossBench:
     rng = random.Random(7)
     prompts = [[rng.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_REQUESTS)]
     shape = arena_shape(FULL, TERMS)
-    arena = memoryview(bytearray(shape.num_bytes))
+    arena = memoryview(bytearray(shape.arena_bytes))
     made = LossBench(FakeEngine(shape, arena), arena, prompts, TERMS)
     sampling = SamplingParams(max_tokens=1 + ANSWER_TOKENS, temperature=0.0)
     assert made.expected == {n: fake_answer(FULL, prompt, sampling)[1:] for n, prompt in enumerate(prompts)}

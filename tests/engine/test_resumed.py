@@ -80,7 +80,7 @@ class Answers:
         )  # fmt: skip
         sequence.num_prompt_tokens = len(PROMPT)
         sequence.stop_token_ids = self._eos
-        sequence.grammar = self._grammars.start(sampling.grammar) if sampling.grammar else None
+        sequence.grammar = self._grammars.compile(sampling.grammar) if sampling.grammar else None
         batch = Batch(16)
         batch.add(sequence)
         return [*begun, *run_batch(self._engine, batch).get("r", [])]

@@ -77,7 +77,7 @@ def test_a_ring_without_a_problem_gives_the_right_tokens(
         assert num_physical < min(num_blocks, ring_blocks(window, chunk, BLOCK_SIZE)), found
         return
     shape = uniform_shape(layout, max(num_blocks, num_physical))
-    engine = FakeEngine(shape, memoryview(bytearray(shape.num_bytes)))
+    engine = FakeEngine(shape, memoryview(bytearray(shape.arena_bytes)))
     batch = Batch(chunk)
     batch.add(
         Sequence(
@@ -94,7 +94,7 @@ def test_a_ring_without_a_problem_gives_the_right_tokens(
 
 def test_the_fake_fails_where_a_step_overwrites_what_it_still_sees() -> None:
     shape = uniform_shape(LAYOUT, 16)
-    engine = FakeEngine(shape, memoryview(bytearray(shape.num_bytes)))
+    engine = FakeEngine(shape, memoryview(bytearray(shape.arena_bytes)))
     batch = Batch(CHUNK)
     batch.add(
         Sequence(

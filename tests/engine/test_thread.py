@@ -106,7 +106,7 @@ def test_an_engine_that_gives_too_few_tokens_fails_the_step_and_not_the_thread(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(FakeEngine, "step", lambda self, items: [])
+        patch.setattr(FakeEngine, "compute", lambda self, items: [])
         rig.submit("r")
         event, name, reason = rig.next()
         assert (event, name) == ("failed", "r") and "one outcome per sampling item" in reason

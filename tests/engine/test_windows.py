@@ -41,7 +41,7 @@ def load(folder: Path) -> tuple[TransformersEngine, BlockCache]:
     layout = layout_of(read_checkpoint(str(folder)), block_size=BLOCK_SIZE)
     counts = [3 * ring_blocks(g.window, BUDGET, BLOCK_SIZE) if g.window else 120 for g in layout.groups]
     shape = ArenaShape(layout=layout, num_blocks=tuple(counts))
-    buffer = memoryview(bytearray(b"\xff") * shape.num_bytes)
+    buffer = memoryview(bytearray(b"\xff") * shape.arena_bytes)
     engine = load_engine(read_checkpoint(str(folder)), arena_buffer=buffer, shape=shape, num_threads=1)
     return engine, BlockCache(shape, chunk_tokens=BUDGET)
 
@@ -173,7 +173,7 @@ def test_a_model_whose_layers_see_more_than_is_kept_is_refused(tiny: Tiny, monke
     wrong = KVLayout(**fields, block_size=BLOCK_SIZE, windows=(0, 8))
     shape = ArenaShape(layout=wrong, num_blocks=(20, 20))
     with pytest.raises(CheckpointError, match="only 8 are kept"):
-        load_engine(checkpoint, arena_buffer=memoryview(bytearray(shape.num_bytes)), shape=shape)
+        load_engine(checkpoint, arena_buffer=memoryview(bytearray(shape.arena_bytes)), shape=shape)
 
 
 def layout(*windows: int) -> KVLayout:
@@ -189,7 +189,7 @@ def test_memory_is_shared_out_by_what_the_groups_need() -> None:
     full, windowed = shape.num_blocks
     assert full >= 4096 // 16 and windowed >= ring_blocks(64, 64, 16)
     assert full > 5 * windowed, "windowed layers need little"
-    assert 0.9 * (64 << 20) < shape.num_bytes <= 64 << 20
+    assert 0.9 * (64 << 20) < shape.arena_bytes <= 64 << 20
     assert default_shape(layout(0, 0), 1 << 20, context_length=4096, token_budget=64).num_blocks == (256,)
 
 

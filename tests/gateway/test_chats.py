@@ -45,7 +45,7 @@ def prepared(model: GatewayModel, **fields: Any) -> Prepared:
 
 def takes(model: GatewayModel, grammar: str, text: str) -> bool:
     """Say whether an answer may be this text, and end there."""
-    state = model.grammars.start(grammar).result(10)
+    state = model.grammars.compile(grammar).result(10)
     taken: list[int] = []
     for token in [*model.codec.encode(text), min(model.eos_token_ids)]:
         if not state.allowed(taken)[token]:

@@ -65,7 +65,7 @@ def constraint_of(asked: dict[str, Any], start: StartGrammar) -> str:
 
 def refusal(demo: Checkpoint, **asked: object) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as raised:
-        constraint_of(asked, demo.grammars.start)
+        constraint_of(asked, demo.grammars.compile)
     return raised.value
 
 
@@ -96,16 +96,16 @@ def refusal(demo: Checkpoint, **asked: object) -> InvalidRequestError:
     ],
 )
 def test_what_is_asked_for_is_held(demo: Checkpoint, asked: dict[str, Any], good: str, bad: str) -> None:
-    grammar = constraint_of(asked, demo.grammars.start)
+    grammar = constraint_of(asked, demo.grammars.compile)
     assert demo.takes(grammar, good) and not demo.takes(grammar, bad)
 
 
 def test_what_asks_for_nothing(demo: Checkpoint) -> None:
     names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     for asked in ({}, dict.fromkeys(names), {"response_format": {"type": "text"}}, {"guided_decoding_backend": "any"}):
-        assert constraint_of(asked, demo.grammars.start) == ""
+        assert constraint_of(asked, demo.grammars.compile) == ""
     asked = {"response_format": {"type": "text"}, "guided_regex": "a"}
-    assert constraint_of(asked, demo.grammars.start) == "start: /a/"
+    assert constraint_of(asked, demo.grammars.compile) == "start: /a/"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_asks_for_nothing(demo: Checkpoint) -> None:
 )  # fmt: skip
 def test_what_is_refused(demo: Checkpoint, asked: dict[str, Any], param: str | None, message: str) -> None:
     if param is None:  # an empty one asks for nothing
-        assert constraint_of(asked, demo.grammars.start)
+        assert constraint_of(asked, demo.grammars.compile)
         return
     error = refusal(demo, **asked)
     assert error.param == param and message in error.message and error.status == 400
@@ -192,11 +192,11 @@ class Held(Grammars):
         self.asked: list[str] = []
         self.go = threading.Event()
 
-    def start(self, text: str) -> "Future[Grammar]":
+    def compile(self, text: str) -> "Future[Grammar]":
         self.asked.append(text)
         if text == self.SLOW.grammar:
             assert self.go.wait(60)
-        return super().start(text)
+        return super().compile(text)
 
 
 async def test_what_takes_too_long(demo: Checkpoint) -> None:
@@ -243,7 +243,7 @@ async def test_who_waits_has_all_its_time_once_it_is_its_turn(demo: Checkpoint) 
 
 def test_a_checkpoint_without_an_end() -> None:
     with pytest.raises(InvalidRequestError, match="no token that ends a text"):
-        constraint_of({"guided_regex": "a"}, Grammars(Tokenizer(models.WordLevel()), 10, []).start)
+        constraint_of({"guided_regex": "a"}, Grammars(Tokenizer(models.WordLevel()), 10, []).compile)
 
 
 def test_what_contradicts_a_grammar(demo: Checkpoint) -> None:
@@ -335,7 +335,7 @@ def test_each_keyword_stands_in_a_table() -> None:
 @pytest.mark.parametrize("keyword", HELD_CASES)
 def test_a_keyword_that_is_held(demo: Checkpoint, keyword: str) -> None:
     for schema, good, bad in HELD_CASES[keyword]:
-        grammar = constraint_of({"guided_json": schema}, demo.grammars.start)
+        grammar = constraint_of({"guided_json": schema}, demo.grammars.compile)
         for text in good:
             assert demo.takes(grammar, text), (schema, text)
         for text in bad:
@@ -344,7 +344,7 @@ def test_a_keyword_that_is_held(demo: Checkpoint, keyword: str) -> None:
 
 @pytest.mark.parametrize("name", FORMAT_CASES)
 def test_a_format_that_is_held(demo: Checkpoint, name: str) -> None:
-    grammar = constraint_of({"guided_json": {"type": "string", "format": name}}, demo.grammars.start)
+    grammar = constraint_of({"guided_json": {"type": "string", "format": name}}, demo.grammars.compile)
     good, bad = FORMAT_CASES[name]
     assert demo.takes(grammar, json.dumps(good)) and not demo.takes(grammar, json.dumps(bad))
 
@@ -379,7 +379,7 @@ def test_a_format_that_is_refused(demo: Checkpoint, name: Any) -> None:
 @pytest.mark.parametrize("keyword", [*sorted(NEUTRAL), "x-anything"])
 def test_a_keyword_that_is_neutral(demo: Checkpoint, keyword: str) -> None:
     schema = {"type": "integer", keyword: NEUTRAL_VALUES.get(keyword, "text")}
-    grammar = constraint_of({"guided_json": schema}, demo.grammars.start)
+    grammar = constraint_of({"guided_json": schema}, demo.grammars.compile)
     assert demo.takes(grammar, "1") and not demo.takes(grammar, '"1"')
 
 
@@ -427,7 +427,7 @@ def test_a_schema_that_is_nested_without_end(demo: Checkpoint) -> None:
 
 
 def test_white_space_has_an_end(demo: Checkpoint) -> None:
-    grammar = constraint_of({"guided_json": {"type": "array"}}, demo.grammars.start)
+    grammar = constraint_of({"guided_json": {"type": "array"}}, demo.grammars.compile)
     for good in ("[1, 2]", f"[\n{' ' * limits.MAX_INDENT}1\r\n\t]", "[ 1 ,\n2\n]"):
         assert demo.takes(grammar, good), good
     for bad in ("[  1]", f"[\n{' ' * (limits.MAX_INDENT + 1)}1]", "[\n\n1]", " []", "[] "):
@@ -445,9 +445,9 @@ def test_thoughts_come_before_the_document(thinker: Checkpoint, demo: Checkpoint
         return Marker(text, model.tokenizer.token_to_id(text))
 
     assert (marker("</think>").token_id is not None) == is_token
-    document = constraint_of({"guided_json": {"type": "integer"}}, model.grammars.start)
+    document = constraint_of({"guided_json": {"type": "integer"}}, model.grammars.compile)
     inside = joined([document], Thoughts(marker("</think>")))
-    check_constraint(Constraint("reasoning", inside), model.grammars.start)
+    check_constraint(Constraint("reasoning", inside), model.grammars.compile)
     for good in ("</think>12", "so: {\n\n<b> é</think>3", "a</think>\n\n3"):
         assert model.takes(inside, good), good
     for bad in ("12", "a</think>b", "a</think>\n\n\n3", "a</think>1</think>2", "</think>"):
@@ -474,5 +474,5 @@ def test_a_grammar_of_any_kind_may_follow_thoughts(demo: Checkpoint) -> None:
         ({"guided_grammar": 'root ::= "a" b\nb ::= "c"'}, "ac"),
         ({"guided_grammar": "start: A\nA: /x+/"}, "xx"),
     ):
-        grammar = joined([constraint_of(asked, demo.grammars.start)], Thoughts(Marker("</think>")))
+        grammar = joined([constraint_of(asked, demo.grammars.compile)], Thoughts(Marker("</think>")))
         assert demo.takes(grammar, f"hm</think>{good}") and not demo.takes(grammar, f"hm</think>{good}?")

@@ -21,37 +21,37 @@ def left(incarnation: str) -> WorkerLeft:
 
 def test_a_worker_that_leaves_is_lost_but_not_its_successor() -> None:
     fleet = Fleet(hearing_others(), CONFIG)
-    assert fleet.handle(load("d1", incarnation="2"), NOW) == []
-    assert fleet.handle(left("1"), NOW) == [] and fleet.block_counts(NOW)
-    assert fleet.handle(left("2"), NOW) == [WorkerLost(D1, "silent")]
+    assert fleet.apply(load("d1", incarnation="2"), NOW) == []
+    assert fleet.apply(left("1"), NOW) == [] and fleet.block_counts(NOW)
+    assert fleet.apply(left("2"), NOW) == [WorkerLost(D1, "silent")]
     assert fleet.block_counts(NOW) == {}
 
 
 def test_a_new_incarnation_has_lost_what_the_old_one_had_taken() -> None:
     fleet = Fleet(hearing_others(), CONFIG)
-    fleet.handle(load("d1", incarnation="1"), NOW)
+    fleet.apply(load("d1", incarnation="1"), NOW)
     joined = WorkerJoined(worker=load("d1", incarnation="2").worker)
-    assert fleet.handle(joined, NOW) == [RESTARTED]
-    assert fleet.handle(joined, NOW) == [], "it has joined once"
-    assert fleet.handle(load("d1", incarnation="2"), NOW) == []
+    assert fleet.apply(joined, NOW) == [RESTARTED]
+    assert fleet.apply(joined, NOW) == [], "it has joined once"
+    assert fleet.apply(load("d1", incarnation="2"), NOW) == []
 
 
 def test_a_load_of_another_incarnation_counts_only_once_the_known_one_is_quiet() -> None:
     fleet, later_ms = Fleet(hearing_others(NOW + 2 * SILENT_MS), CONFIG), NOW + SILENT_MS
-    fleet.handle(load("d1", incarnation="1", free=2), NOW)
-    assert fleet.handle(load("d1", incarnation="2", free=7), later_ms) == []
+    fleet.apply(load("d1", incarnation="1", free=2), NOW)
+    assert fleet.apply(load("d1", incarnation="2", free=7), later_ms) == []
     assert fleet.block_counts(later_ms)[D1].free == 2
-    assert fleet.handle(load("d1", incarnation="2", free=7), later_ms + 1) == [RESTARTED]
+    assert fleet.apply(load("d1", incarnation="2", free=7), later_ms + 1) == [RESTARTED]
     assert fleet.block_counts(later_ms + 1)[D1].free == 7
 
 
 def test_nobody_is_replaced_while_the_gateway_itself_hears_nothing() -> None:
     fleet = Fleet(hearing_others(), CONFIG)
-    fleet.handle(load("d1", incarnation="1"), NOW)
-    assert fleet.handle(load("d1", incarnation="2"), NOW + 2 * SILENT_MS) == []
+    fleet.apply(load("d1", incarnation="1"), NOW)
+    assert fleet.apply(load("d1", incarnation="2"), NOW + 2 * SILENT_MS) == []
 
 
 def test_a_load_is_forgotten_after_a_while() -> None:
     fleet = Fleet(hearing_others(), CONFIG)
-    fleet.handle(load("d1"), NOW)
+    fleet.apply(load("d1"), NOW)
     assert fleet.block_counts(NOW + LOAD_KEPT_MS) and not fleet.block_counts(NOW + LOAD_KEPT_MS + 1)

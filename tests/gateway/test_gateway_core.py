@@ -50,7 +50,7 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.presence import Hearing
+from services.presence import FailureDetector
 from services.times import PresenceTimes
 from tests.share import examples
 
@@ -62,9 +62,9 @@ FINISHED_ON_PREFILL = SendCancel(1, "finished on the prefill worker", AttemptEnd
 STOP_REACHED = SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE)
 
 
-def new(max_tokens: int = 100, max_attempts: int = 3, hearing: Hearing | None = None) -> RequestCore:
+def new(max_tokens: int = 100, max_attempts: int = 3, detector: FailureDetector | None = None) -> RequestCore:
     config = MeshConfig(gateway=GatewayConfig(max_attempts=max_attempts))
-    request = RequestCore(RequestId("req-1"), max_tokens, config, hearing or Hearing(PresenceTimes()))
+    request = RequestCore(RequestId("req-1"), max_tokens, config, detector or FailureDetector(PresenceTimes()))
     assert request.handle(Submitted(), NOW) == [AskPlacement(1, ())]
     return request
 
@@ -512,7 +512,7 @@ def test_logarithms_go_out_once_over_a_second_attempt() -> None:
 
 @pytest.mark.parametrize(("must_split", "recomputed"), [(True, 0), (True, 7), (False, 7)])
 def test_what_must_be_split_fails_where_its_prompt_was_computed_twice(must_split: bool, recomputed: int) -> None:
-    request = RequestCore(RequestId("req-1"), 9, MeshConfig(), Hearing(PresenceTimes()), must_split=must_split)
+    request = RequestCore(RequestId("req-1"), 9, MeshConfig(), FailureDetector(PresenceTimes()), must_split=must_split)
     feed(request, Submitted(), placed())
     report = TransferReport(transferred_tokens=20 - recomputed, recomputed_tokens=recomputed)
     actions = feed(request, replace(tokens(D1, 0, 5), report=report))

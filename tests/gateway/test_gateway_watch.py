@@ -29,7 +29,7 @@ from services.gateway.request.events import (
     WorkerLost,
     WorkerSilent,
 )
-from services.presence import Hearing
+from services.presence import FailureDetector
 from services.times import PresenceTimes
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 from tests.share import examples
@@ -42,11 +42,11 @@ GAP_MS, DEAF_AFTER_MS, UNSERVED_GAP_MS = (
 LEFT_D1 = WorkerLost(D1, "silent")
 
 
-def hearing_others(now_ms: int = NOW) -> Hearing:
-    hearing = Hearing(PresenceTimes())
+def hearing_others(now_ms: int = NOW) -> FailureDetector:
+    detector = FailureDetector(PresenceTimes())
     for at_ms in range(now_ms - 10 * DEAF_AFTER_MS, now_ms + 1, DEAF_AFTER_MS // 2):
-        hearing.hear(at_ms)
-    return hearing
+        detector.heard(at_ms)
+    return detector
 
 
 class Clock:
@@ -54,8 +54,8 @@ class Clock:
 
     def __init__(self, *events: Event, max_tokens: int = 100) -> None:
         self.now_ms = NOW
-        self.hearing = hearing_others()
-        self.request = new(max_tokens, hearing=self.hearing)
+        self.detector = hearing_others()
+        self.request = new(max_tokens, detector=self.detector)
         feed(self.request, placed(), WorkerAccepted(1, P1), WorkerAccepted(1, D1), *events)
 
     def tell(self, *events: Event) -> list[Action]:
@@ -67,7 +67,7 @@ class Clock:
         for _ in range(for_ms // 50):
             self.now_ms += 50
             if heard:
-                self.hearing.hear(self.now_ms)
+                self.detector.heard(self.now_ms)
             out += [(self.now_ms - NOW, action) for action in self.request.tick(self.now_ms)]
         return out
 
@@ -125,11 +125,11 @@ def test_who_is_in_line_and_falls_silent_is_lost_once_it_was_asked_in_vain() -> 
 
 def test_nobody_is_asked_before_it_has_accepted_or_its_wait_is_over() -> None:
     clock = Clock()
-    clock.request = new(hearing=clock.hearing)
+    clock.request = new(detector=clock.detector)
     feed(clock.request, placed())
     assert clock.run(5_000) == []
     clock.tell(WorkerSilent(1, P1, "no reply", may_have_taken=True))
-    clock.hearing.since_ms = clock.now_ms  # else it has been silent for long enough already
+    clock.detector.since_ms = clock.now_ms  # else it has been silent for long enough already
     assert clock.run(50) == [(5_050, AskWorker(1, P1, 0))]
 
 
@@ -267,7 +267,7 @@ def test_what_waits_for_a_placement_outlives_a_time_in_which_nobody_is_heard(awa
     clock = Clock(*([tokens(P1, 0, 1), LEFT_D1] if has_begun else []))
     attempt = 2 if has_begun else 1
     if not has_begun:
-        clock.request = new(hearing=clock.hearing)
+        clock.request = new(detector=clock.detector)
     waited_ms = 0
     while waited_ms < away_ms:
         assert clock.tell(PlaceUnanswered(attempt, "no reply")) == []
@@ -285,7 +285,7 @@ def test_what_waits_for_a_placement_outlives_a_time_in_which_nobody_is_heard(awa
 
 def test_a_broker_that_stays_away_ends_the_wait() -> None:
     clock = Clock()
-    clock.request = new(hearing=clock.hearing)
+    clock.request = new(detector=clock.detector)
     waited_ms = 0
     while not (out := clock.tell(PlaceUnanswered(1, "no reply"))):
         clock.run(1_000, heard=False)
@@ -360,13 +360,13 @@ def _end(index: int) -> str | None:
 @settings(max_examples=examples(400), deadline=None)
 @given(steps(), st.sampled_from([10, 20]))
 def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: int) -> None:
-    now_ms, hearing = NOW, hearing_others()
-    request: RequestCore = new(max_tokens, hearing=hearing)
+    now_ms, detector = NOW, hearing_others()
+    request: RequestCore = new(max_tokens, detector=detector)
     actions = request.handle(placed(), now_ms)
     for step in [*script, DeadlinePassed(), 5_000]:
         if isinstance(step, int):
             now_ms += step
-            hearing.hear(now_ms)
+            detector.heard(now_ms)
             actions += request.tick(now_ms)
         else:
             actions += request.handle(step, now_ms)

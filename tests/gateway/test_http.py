@@ -282,7 +282,7 @@ async def test_what_an_answer_must_be_goes_to_both_workers(rig: Rig, chat: bool,
     assert answer.status_code == 200
     sampling = rig.mesh.runs[0].sampling
     assert sampling == rig.mesh.reserves[0].sampling
-    grammar = rig.model.grammars.start(sampling.grammar).result()
+    grammar = rig.model.grammars.compile(sampling.grammar).result()
     tokens = rig.model.codec.encode('{"a":1}')
     for at, token in enumerate(tokens):
         assert grammar.allowed(tokens[:at])[token]

@@ -29,7 +29,7 @@ from services.gateway.request.events import Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
-from services.presence import Hearing
+from services.presence import FailureDetector
 from services.runtime import now_ms
 from services.times import GatewayTimes, PresenceTimes
 from tests.gateway.conftest import Rig
@@ -177,7 +177,7 @@ async def job_of(request_id: str) -> Job:
 
 async def live_of(request_id: str) -> LiveRequest:
     job, now = await job_of(request_id), now_ms()
-    core = RequestCore(job.request_id, 4, MeshConfig(), Hearing(PresenceTimes()))
+    core = RequestCore(job.request_id, 4, MeshConfig(), FailureDetector(PresenceTimes()))
     return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", now, Told("placing", now))
 
 
@@ -192,7 +192,7 @@ async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:
             bus, me = gateway.bus, gateway.gateway_id
             await bus.serve(tasks, subjects.REQUEST_STATUS, ("*",), gateway.on_status)
             await bus.serve(tasks, subjects.REQUEST_SOUGHT, ("*",), gateway.on_sought, queue=me)
-        gateways[1].begin(live)
+        gateways[1].accepted(live)
         client = MemoryBus(broker)
         for _ in range(6):  # a queue group takes turns: each is asked twice
             reply = await client.request(subjects.REQUEST_STATUS.of("req-1"), b"", {}, ASK_S)
@@ -210,7 +210,7 @@ async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest
         stories = Stories(GatewayId("g"), TypedBus(connection, "gateway"), tasks, GatewayTimes(), {})
         connection.is_connected = False
         for number in range(8):
-            stories.begin(live := await live_of(f"req-{number}"))
+            stories.accepted(live := await live_of(f"req-{number}"))
         await until(lambda: stories.num_dropped == 3)
         connection.is_connected = True
         stories.saw(live, [Finish("stop")])
@@ -223,7 +223,7 @@ async def test_what_has_ended_is_known_for_a_while_and_so_many_of_it(monkeypatch
         stories = Stories(GatewayId("g"), TypedBus(MemoryBus(), "gateway"), tasks, GatewayTimes(), {})
         for number in range(3):
             live = await live_of(f"req-{number}")
-            stories.begin(live)
+            stories.accepted(live)
             stories.saw(live, [Finish("length")])
         known = [stories.describe(RequestId(f"req-{number}")) for number in range(3)]
         assert [described and described.phase for described in known] == [None, "finished", "finished"]

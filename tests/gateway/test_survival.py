@@ -222,7 +222,7 @@ async def test_what_waits_for_a_client_is_its_own_answer_once() -> None:
         mailbox.put(1, Deliver(index, (index, index)))
     mailbox.put(0, Finish("stop"))
     assert mailbox.num_waiting_tokens == 300
-    items = await mailbox.take()
+    items = await mailbox.collect()
     assert len(items) <= 2 * MAX_PARTS + 1
     tokens: list[int] = []
     for choice, output in items:

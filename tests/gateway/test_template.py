@@ -543,7 +543,7 @@ def test_a_detokenizer_shows_the_special_tokens_that_it_is_told_to() -> None:
         (("<tool_call>", "</s>"), 'énow{"é": 1}</s><tool_call>'),
     ):
         detokenizer = codec.detokenizer(shown)
-        assert "".join([*(detokenizer.feed([each]) for each in token_ids), detokenizer.flush()]) == expected
+        assert "".join([*(detokenizer.add_tokens([each]) for each in token_ids), detokenizer.rest()]) == expected
 
 
 def test_a_shown_token_ends_a_run_of_bytes() -> None:
@@ -560,6 +560,6 @@ def test_a_shown_token_ends_a_run_of_bytes() -> None:
     first, second = (byte + 1 for byte in "é".encode())
     for ids in ([vocab["▁a"], first, hidden, second, shown, vocab["▁a"]], [first, shown, second, vocab["a"], shown]):
         detokenizer = codec.detokenizer(("[T]",))
-        text = "".join([*(detokenizer.feed([each]) for each in ids), detokenizer.flush()])
+        text = "".join([*(detokenizer.add_tokens([each]) for each in ids), detokenizer.rest()])
         assert text == codec.decode_shown([each for each in ids if each != hidden])
         assert text.count("[T]") == ids.count(shown)

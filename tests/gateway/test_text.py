@@ -69,9 +69,9 @@ def deltas_of(codec: TextCodec, token_ids: list[int], sizes: list[int]) -> list[
     deltas: list[str] = []
     at = 0
     for size in [*sizes, len(token_ids)]:
-        deltas.append(detokenizer.feed(token_ids[at : at + size]))
+        deltas.append(detokenizer.add_tokens(token_ids[at : at + size]))
         at += size
-    return [*deltas, detokenizer.flush()]
+    return [*deltas, detokenizer.rest()]
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -207,7 +207,7 @@ def test_whatever_is_drawn_is_calls(template: str, words: Words) -> None:
         ids = draw(required.matcher, random.Random(seed), words.end)
         parser = PARSERS[form]({"get", "get_weather"}, counting())
         detokenizer = words.codec.detokenizer(PARSERS[form].markers)
-        found = split(parser, [*(detokenizer.feed([token_id]) for token_id in ids), detokenizer.flush()])
+        found = split(parser, [*(detokenizer.add_tokens([token_id]) for token_id in ids), detokenizer.rest()])
         assert found.content == "" and found.calls
         for call in found.calls:
             arguments = json.loads(call.arguments)

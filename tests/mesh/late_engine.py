@@ -26,7 +26,7 @@ class LateEngine(FakeEngine):
         self._marks = arena
         self._stream = arena.card.stream()
 
-    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+    def compute(self, items: Seq[StepItem]) -> list[Outcome]:
         for item in items:
             self._check(item)
         for layer in range(self.layout.num_layers):

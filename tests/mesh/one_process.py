@@ -77,7 +77,7 @@ def make_parts(
     num_blocks: int = 256,
     layout: KVLayout = LAYOUT,
     lease_ms: int = LEASE_MS,
-    start_grammar: StartGrammar = GRAMMARS.start,
+    start_grammar: StartGrammar = GRAMMARS.compile,
 ) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
     platform = virtual.platform_of(worker_id)

@@ -109,12 +109,12 @@ def running_mesh(forking: ForkingLoop, run_dir: Path, options: UpOptions, *, for
     """Start a mesh in processes and stop it. Not `forked`: each imports everything itself, as under `kvmesh up`."""
     supervisor = ForkedSupervisor(options, run_dir, forking.zygote) if forked else Supervisor(options, run_dir)
     try:
-        forking.run(supervisor.start(), 300)
+        forking.run(supervisor.start_all(), 300)
         mesh = Mesh(supervisor, run_dir, forking.loop)
         with mesh.client:
             yield mesh
     finally:
-        forking.run(supervisor.stop(), 300)
+        forking.run(supervisor.stop_all(), 300)
         for child in supervisor.children:
             assert child.process.returncode == 0, (child.name, (supervisor.log_dir / f"{child.name}.log").read_text())
 

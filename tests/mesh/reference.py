@@ -77,12 +77,12 @@ class SingleProcess:
                 sampling=case.sampling,
                 tables=(BlockTable((Segment(0, self._num_blocks),)),) * len(self._engine.layout.groups),
                 stop_token_ids=frozenset() if case.sampling.ignore_eos else self.checkpoint.eos_token_ids,
-                grammar=self._grammars.start(case.sampling.grammar) if case.sampling.grammar else None,
+                grammar=self._grammars.compile(case.sampling.grammar) if case.sampling.grammar else None,
             )
         )
         answer: list[int] = []
         while items := batch.plan():
-            answer += [t.token_id for t in batch.commit(items, self._engine.step(items), 0, 0).sampled]
+            answer += [t.token_id for t in batch.commit(items, self._engine.compute(items), 0, 0).sampled]
         return answer
 
 
@@ -133,7 +133,7 @@ class Judge:
         tokens = [*case.prompt, *expected[:at]]
         sequence = Sequence(
             RequestId("judged"), 0, tokens, len(case.prompt), case.sampling, (), stop_token_ids=self._eos,
-            grammar=self._grammars.start(case.sampling.grammar) if case.sampling.grammar else None,
+            grammar=self._grammars.compile(case.sampling.grammar) if case.sampling.grammar else None,
         )  # fmt: skip
         if near_tie(logits, sequence):
             self.verdict.counts[f"{what}: near-tie"] += 1

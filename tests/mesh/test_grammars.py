@@ -37,7 +37,7 @@ class Slow:
     def understand(self) -> None:
         for text, future in self.asked:
             if not future.done():
-                future.set_result(GRAMMARS.start(text).result())
+                future.set_result(GRAMMARS.compile(text).result())
 
 
 def wanted(depth: int = 2, **more: int) -> SamplingParams:

@@ -185,8 +185,8 @@ def _num_located(mesh: Mesh, prompt: list[int]) -> int:
     ids = {"request_id": RequestId("locate"), "attempt": 1, "deadline_ms": 2**53}
 
     async def ask() -> int:
-        bus = await NatsBus.connect(mesh.access(Role.SCHEDULER), "asker")
-        reply = await TypedBus(bus, "asker").ask(subjects.LOCATE, (), LocateBlocks(**ids, block_hashes=hashes), 10)
+        bus = await NatsBus.connect(mesh.access(Role.SCHEDULER), "requester")
+        reply = await TypedBus(bus, "requester").ask(subjects.LOCATE, (), LocateBlocks(**ids, block_hashes=hashes), 10)
         await bus.close()
         return max((h.num_blocks for h in reply.holders if h.worker_id == "decode-0"), default=0)
 

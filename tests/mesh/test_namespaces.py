@@ -165,7 +165,7 @@ def test_people_see_it_from_the_other_machine(inside: Inside, mesh: Path, keys: 
 def test_whoever_lacks_the_ca_or_a_key_is_told_so(inside: Inside, mesh: Path, keys: Path, tmp_path: Path) -> None:
     shutil.copy(keys / "observer.creds", tmp_path / "observer.creds")
     foreign = tmp_path / "foreign"
-    MeshKeys.fresh().write(foreign)
+    MeshKeys.fresh().save(foreign)
     shutil.copy(keys / CA_FILE, foreign / CA_FILE)
     status = [*KVMESH, "status", "--nats"]
     for options, words in (

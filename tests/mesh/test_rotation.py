@@ -74,7 +74,7 @@ class Worker:
 @pytest.fixture
 def worker(tmp_path: Path) -> Generator[Worker]:
     keys = MeshKeys.fresh()
-    broker = EmbeddedNats.start(None, tmp_path / "broker", keys.broker_config)
+    broker = EmbeddedNats.launch(None, tmp_path / "broker", keys.broker_config)
     made = Worker(tmp_path, broker.url, keys)
     yield made
     made.process.terminate()
@@ -120,7 +120,7 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
         async def read(granted: LeaseGranted, ticket: str) -> int:
             tables = (BlockTable((Segment(0, 8),)),)
             request = ReadRequest(endpoint, ticket, "tcp", tables, granted.first_token, granted.num_tokens, PATIENCE_S)
-            return (await reader.read(request)).num_tokens
+            return (await reader.read_kv(request)).num_tokens
 
         before = await lease()
         await worker.rotate(NEW, OLD)

@@ -33,10 +33,10 @@ async def running_mesh(options: UpOptions = OPTIONS) -> AsyncGenerator[Superviso
     with tempfile.TemporaryDirectory(prefix="kvmesh-scene-") as folder:
         supervisor = Supervisor(options, Path(folder))
         try:
-            await supervisor.start()
+            await supervisor.start_all()
             yield supervisor
         finally:
-            await supervisor.stop()
+            await supervisor.stop_all()
 
 
 class Scene:

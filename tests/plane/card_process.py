@@ -12,7 +12,7 @@ from tests.plane.harness import DEADLINE_S
 def main() -> None:
     kind, name, num_bytes = sys.argv[1:]
     one = FakeCard() if kind == "fake" else card()
-    memory, stream, host = one.open(bytes.fromhex(name), int(num_bytes)), one.stream(), one.pinned(int(num_bytes))
+    memory, stream, host = one.map_memory(bytes.fromhex(name), int(num_bytes)), one.stream(), one.pinned(int(num_bytes))
     stream.download(memory, host)
     assert wait_until(stream.is_done, lambda: False, DEADLINE_S)
     print(sum64(host))

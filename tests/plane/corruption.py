@@ -71,7 +71,7 @@ class _Tap:
 @contextmanager
 def tapped(flip: BitFlip) -> Iterator[None]:
     """Damage the KV that a reader of this process takes in: from a socket, or out of a holder's memory or card."""
-    take, copy = TcpReader.take, frames.copy
+    take, copy = TcpReader.take_frame, frames.copy
 
     def take_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return take(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def tapped(flip: BitFlip) -> Iterator[None]:
 
     with (
         mock.patch.object(fake_card, "crossed", flip.pass_on),
-        mock.patch.object(TcpReader, "take", take_damaged),
+        mock.patch.object(TcpReader, "take_frame", take_damaged),
         mock.patch.object(frames, "copy", copy_damaged),
     ):
         yield

@@ -85,7 +85,7 @@ class FakeStream:
         self._given.put(work)
 
     def copy(self, source: CardMemory, source_rows: Rows, target: CardMemory, target_rows: Rows) -> None:
-        assert source_rows.num_bytes == target_rows.num_bytes
+        assert source_rows.total_bytes == target_rows.total_bytes
         (words, at), (target_words, target_at) = _of(source).cells(source_rows), _of(target).cells(target_rows)
 
         is_between = _of(source).card is not _of(target).card
@@ -263,7 +263,7 @@ class FakeCard:
         file = _of(memory).file
         return f"{file.name} {file.nonce}".encode()
 
-    def open(self, name: bytes, num_bytes: int) -> FakeMemory:
+    def map_memory(self, name: bytes, num_bytes: int) -> FakeMemory:
         self.check()
         try:
             file, nonce = name.decode().split(" ")

@@ -192,7 +192,7 @@ class RealCardMemory:
         self._card = make_card()
         self.arena = CardArena(self._card, shape)
         self.stream = self._card.stream()
-        self._copy = self._card.pinned(shape.num_bytes)
+        self._copy = self._card.pinned(shape.arena_bytes)
         self._copy[:] = 0
         self._is_writing = False
 
@@ -239,9 +239,9 @@ class EngineProgress(KVProgress):
         super().__init__(num_layers, num_tokens)
         self._memory = memory
 
-    def finish(self, trailer: bytes = b"") -> None:
+    def complete(self, trailer: bytes = b"") -> None:
         self._memory.wait()
-        super().finish(trailer)
+        super().complete(trailer)
 
 
 def holder_memory(shape: ArenaShape) -> Memory:
@@ -326,7 +326,7 @@ class Gate:
 
     def open(self, ticket: Ticket) -> "GateLease":
         with self.lock:
-            return GateLease(self, self.leases.check(ticket, INCARNATION, now_ms()))
+            return GateLease(self, self.leases.lease_of(ticket, INCARNATION, now_ms()))
 
     def wait_outcome(self) -> tuple[TransferStats, str]:
         if threads.is_thread():
@@ -401,7 +401,7 @@ class Holder:
         else:
             self.host = f"holder-{next(_Simulation.hosts)}"
             self.server = SimPlaneServer(_Simulation.network, self.host, *parts)
-        self.server.start()
+        self.server.serve_streams()
         self.lease, self.progress = self.grant("lease-0")
 
     @property
@@ -475,7 +475,7 @@ class Holder:
 
     def compute_all(self, trailer: bytes = b"token 0") -> None:
         self.compute(64)
-        self.progress.finish(trailer)
+        self.progress.complete(trailer)
 
     def close(self) -> None:
         self.server.close()

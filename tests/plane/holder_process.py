@@ -23,7 +23,7 @@ def main() -> None:
                 holder.compute(64, int(arguments[0]), int(arguments[1]))
                 say("computed")
             case "finish":
-                holder.progress.finish(arguments[0].encode())
+                holder.progress.complete(arguments[0].encode())
                 say("finished")
             case "outcome":
                 say(holder.gate.wait_outcome()[1] or "served")

@@ -91,7 +91,7 @@ class Lender:
             times=Times(),
         )  # fmt: skip
         self.lending = LendCore(limits, self.holder.memory, self.holder.leases)
-        self.holder.start(WorkerConfig(carrier=carrier), PlaneTimes())  # type: ignore[arg-type]
+        self.holder.serve_reads(WorkerConfig(carrier=carrier), PlaneTimes())  # type: ignore[arg-type]
 
     @property
     def endpoint(self):
@@ -128,7 +128,7 @@ class Lender:
         request = msgspec.structs.replace(request, **changes)
         with self.holder.lock:
             lease = self.lending.answer(request, now_ms() - ago_ms)
-        return lease if isinstance(lease, Refused) else self.holder.lend(lease, request, "")
+        return lease if isinstance(lease, Refused) else self.holder.sign_lease(lease, request, "")
 
     def lend(self, prompt: int = 1, *, first_block: int = 0, ago_ms: int = 0) -> LeaseGranted:
         granted = self.ask(prompt, first_block=first_block, ago_ms=ago_ms)

@@ -83,7 +83,7 @@ def test_rows_go_where_they_belong_and_nowhere_else(one: Card) -> None:
 def test_a_stream_is_in_order(one: Card) -> None:
     """Packed, put back elsewhere, and digested, without a wait between."""
     source, _ = filled(one, 3)
-    packed, stream = one.allocate(ROWS.num_bytes), one.stream()
+    packed, stream = one.allocate(ROWS.total_bytes), one.stream()
     stream.copy(source, ROWS, packed, ROWS.packed)
     stream.copy(packed, ROWS.packed, source, OTHER_ROWS)
     sums = [stream.sum64(source, rows) for rows in (OTHER_ROWS,)] + [stream.sum64(packed, ROWS.packed)]
@@ -103,7 +103,7 @@ def test_memory_is_opened_by_another_process(one: Card) -> None:
     )  # fmt: skip
     assert said.stdout.split() == [str(sum64(theirs))], said.stderr
     with pytest.raises(CardError):
-        one.open(b"nobody's", NUM_BYTES)
+        one.map_memory(b"nobody's", NUM_BYTES)
     memory.close()
 
 
@@ -139,7 +139,7 @@ def test_a_card_that_has_died_says_so_in_every_call() -> None:
     one.died_of = "it has fallen off the bus"
     calls: list[Callable[[], object]] = [
         lambda: one.allocate(8), one.stream, lambda: one.mark(stream.handle), stream.is_done,
-        lambda: stream.sum64(memory, ROWS), lambda: one.open(b"", 8),
+        lambda: stream.sum64(memory, ROWS), lambda: one.map_memory(b"", 8),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(CardError, match="fallen off the bus"):

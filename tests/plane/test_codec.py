@@ -49,7 +49,7 @@ def test_round_trip_stays_in_its_bounds(
 ) -> None:
     codec = BlockCodec(packed, dtype, num_heads, head_dim, block_size)
     numbers = numbers_for(kind, (num_tokens, num_heads, head_dim), dtype, seed)
-    wire = np.full(codec.num_bytes(first_token, num_tokens), 0xCC, np.uint8)
+    wire = np.full(codec.wire_bytes(first_token, num_tokens), 0xCC, np.uint8)
     codec.encode(as_bytes(numbers) if num_tokens else np.empty((0, 1), np.uint8), first_token, wire)
     rows = np.full((num_tokens, num_heads * head_dim * numbers.itemsize), 0xCC, np.uint8)
     codec.decode(wire, first_token, rows)
@@ -79,7 +79,7 @@ def test_what_fits_its_scale_is_read_back_exactly(packed: PackedDtype, dtype: st
     else:
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         exact = np.where(np.isfinite(values), values, 0).astype(DTYPES[dtype])
-    wire = np.empty(codec.num_bytes(0, 1), np.uint8)
+    wire = np.empty(codec.wire_bytes(0, 1), np.uint8)
     codec.encode(as_bytes(exact.reshape(1, 1, 256)), 0, wire)
     rows = np.empty((1, 256 * exact.itemsize), np.uint8)
     codec.decode(wire, 0, rows)
@@ -90,7 +90,7 @@ def test_what_fits_its_scale_is_read_back_exactly(packed: PackedDtype, dtype: st
 def test_ties_go_to_even() -> None:
     codec = BlockCodec("int8", "float32", 1, 6, 16)
     numbers = np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5], np.float32).reshape(1, 1, 6)
-    wire = np.empty(codec.num_bytes(0, 1), np.uint8)
+    wire = np.empty(codec.wire_bytes(0, 1), np.uint8)
     codec.encode(as_bytes(numbers), 0, wire)
     assert wire[4:].view(np.int8).tolist() == [127, 0, 2, 2, 0, -2]
     assert wire[:4].view("<f4")[0] == 1
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_refused(packed: PackedDtype, dtype: str, number: 
     numbers = np.ones((100, 2, 4), DTYPES[dtype])
     numbers[at, 1, 3] = number
     with pytest.raises(KVNotFiniteError):
-        codec.encode(as_bytes(numbers), 7, np.empty(codec.num_bytes(7, 100), np.uint8))
+        codec.encode(as_bytes(numbers), 7, np.empty(codec.wire_bytes(7, 100), np.uint8))
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 3.4e38])
@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_refused(packed: PackedDtype, dtype: str, number: 
 @pytest.mark.parametrize("packed", PACKED)
 def test_scale_that_cannot_be_is_refused_and_nothing_written(packed: PackedDtype, dtype: str, scale: float) -> None:
     codec = BlockCodec(packed, dtype, 2, 4, 16)
-    wire = np.zeros(codec.num_bytes(0, 40), np.uint8)
+    wire = np.zeros(codec.wire_bytes(0, 40), np.uint8)
     wire[8:12] = np.array([scale], "<f4").view(np.uint8)
     rows = np.full((40, 8 * np.dtype(DTYPES[dtype]).itemsize), 0xCC, np.uint8)
     with pytest.raises(KVNotFiniteError):
@@ -139,7 +139,7 @@ def test_the_largest_numbers_of_all_stay_finite() -> None:
         for dtype, numbers in DTYPES.items():
             codec = BlockCodec(packed, dtype, 1, 2, 16)
             largest = ml_dtypes.finfo(numbers).max
-            wire = np.empty(codec.num_bytes(0, 1), np.uint8)
+            wire = np.empty(codec.wire_bytes(0, 1), np.uint8)
             codec.encode(as_bytes(np.array([largest, -largest], numbers).reshape(1, 1, 2)), 0, wire)
             rows = np.empty((1, 2 * np.dtype(numbers).itemsize), np.uint8)
             codec.decode(wire, 0, rows)

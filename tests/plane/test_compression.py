@@ -79,7 +79,7 @@ def test_arrives_close_to_what_it_was(
 
     def compute() -> None:
         holder.compute(chunk)
-        holder.progress.finish(b"token 0")
+        holder.progress.complete(b"token 0")
 
     with running(compute):
         landed = target.read_from(holder, "tcp", wire_dtype=wire_dtype, first_token=first_token)
@@ -237,7 +237,7 @@ def test_unknown_compression_is_no_open_of_ours(holder: Holder) -> None:
 async def test_read_takes_the_dtype(holder: Holder, target: Target) -> None:
     holder.compute_all()
     request = target.request(holder.endpoint, holder.ticket(), "tcp", 300, heads=(1, 1), wire_dtype="int8")
-    landed = await target.reader.read(request)
+    landed = await target.reader.read_kv(request)
     assert landed.stats.wire_dtype == "int8"
     assert landed.stats.num_bytes == 300 * 2 * 3 * LAYOUT.token_bytes // 2
     numbers, exact = (as_numbers(kv, LAYOUT) for kv in (target.landed(300), holder.kv))

@@ -91,10 +91,10 @@ def test_reasons_are_for_people() -> None:
 def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
     broken = BrokenCarriers(60.0)
     found = [Choice("cuda", "c"), Choice("shm", "s")]
-    broken.add("nonce", "cuda")
+    broken.note_broken("nonce", "cuda")
     assert broken.without("nonce", found) == found[1:]
     assert broken.without("another", found) == found
-    broken.add("nonce", "shm")
+    broken.note_broken("nonce", "shm")
     assert broken.without("nonce", found) == found
 
 
@@ -102,11 +102,11 @@ def test_broken_carriers_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("dataplane.limits.MAX_BROKEN", 2)
     broken = BrokenCarriers(60.0)
     for nonce in ("one", "two", "three"):
-        broken.add(nonce, "cuda")
+        broken.note_broken(nonce, "cuda")
     found = [Choice("cuda", "c"), Choice("shm", "s")]
     assert [len(broken.without(nonce, found)) for nonce in ("one", "two", "three")] == [2, 1, 1]
     healed = BrokenCarriers(0.0)
-    healed.add("two", "cuda")
+    healed.note_broken("two", "cuda")
     assert healed.without("two", found) == found
 
 

@@ -38,7 +38,7 @@ class Bytes:
 
 def contents(seed: int = 1, layout: KVLayout = LAYOUT, secrets: TicketSecrets = SECRETS) -> BlockContents:
     shape = uniform_shape(layout, 4)
-    array = np.random.default_rng(seed).integers(0, 256, shape.num_bytes, np.uint8)
+    array = np.random.default_rng(seed).integers(0, 256, shape.arena_bytes, np.uint8)
     return BlockContents(Bytes(array), shape, secrets)
 
 

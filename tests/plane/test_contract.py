@@ -37,7 +37,7 @@ def carrier(request: pytest.FixtureRequest) -> str:
 def test_streams_what_is_being_computed(carrier: str, holder: Holder, target: Target, chunk: int) -> None:
     def compute() -> None:
         holder.compute(chunk)
-        holder.progress.finish(b"token 0")
+        holder.progress.complete(b"token 0")
 
     with running(compute):
         landed = target.read_from(holder, carrier)
@@ -57,7 +57,7 @@ def test_layers_arrive_in_any_order(carrier: str, holder: Holder, target: Target
     def compute() -> None:
         for layer, start, end in [(2, 0, 33), (0, 0, 300), (2, 33, 300), (1, 0, 1), (1, 1, 300)]:
             holder.compute_layer(layer, start, end)
-        holder.progress.finish(b"")
+        holder.progress.complete(b"")
 
     with running(compute):
         landed = target.read_from(holder, carrier)
@@ -172,12 +172,12 @@ def test_one_lease_may_be_read_twice(carrier: str, holder: Holder, target: Targe
 async def test_awaits_off_the_loop(carrier: str, holder: Holder, target: Target) -> None:
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        target.reader.read(target.request(holder.endpoint, holder.ticket(), carrier, 300), started.set_result)
+        target.reader.read_kv(target.request(holder.endpoint, holder.ticket(), carrier, 300), started.set_result)
     )
     holder.compute(300, end=20)
     assert await started == carrier
     holder.compute(300, start=20)
-    holder.progress.finish(b"t")
+    holder.progress.complete(b"t")
     landed = await task
     assert landed.trailer == b"t"
     assert np.array_equal(target.landed(300), holder.kv)

@@ -355,4 +355,4 @@ async def _read(
     target: Target, holder: Holder, carrier: str, on_started: Callable[[str], None] = lambda _: None, endpoint=None
 ) -> Landed:
     request = target.request(endpoint or holder.endpoint, holder.ticket(), carrier, 300)
-    return await target.reader.read(request, on_started)
+    return await target.reader.read_kv(request, on_started)

@@ -109,13 +109,13 @@ def test_offsets_are_layer_major_and_fill_the_arena(layout: KVLayout) -> None:
         for key_or_value in (KEY, VALUE)
         for slot in range(shape.num_blocks[layout.group_of_layer[layer]] * layout.block_size)
     ]
-    assert offsets == list(range(0, shape.num_bytes, layout.token_bytes))
+    assert offsets == list(range(0, shape.arena_bytes, layout.token_bytes))
 
 
 def test_uniform_shape_has_as_many_blocks_in_each_group() -> None:
     shape = uniform_shape(WINDOWED, 5)
     assert shape.num_blocks == (5, 5, 5)
-    assert shape.num_bytes == 5 * WINDOWED.block_bytes == 5 * 6 * WINDOWED.layer_block_bytes
+    assert shape.arena_bytes == 5 * WINDOWED.block_bytes == 5 * 6 * WINDOWED.layer_block_bytes
 
 
 SHARD_FIELDS = {"num_kv_heads", "first_head", "total_kv_heads"}

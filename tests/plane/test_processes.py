@@ -132,7 +132,7 @@ def test_reader_killed_in_mid_stream(
     holder.compute(64, start=40)
     stats, outcome = holder.gate.wait_outcome()
     assert outcome.startswith("the reader has gone") and stats.num_frames
-    holder.progress.finish(b"later")
+    holder.progress.complete(b"later")
     assert target.read_from(holder, carrier).trailer == b"later"
     assert np.array_equal(target.landed(300), holder.kv)
     remove_stale_arenas()

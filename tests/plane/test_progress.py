@@ -11,7 +11,7 @@ def test_shows_what_is_ready() -> None:
     assert progress.ready().num_tokens == (0, 4, 0), "it never goes back"
     for layer in range(3):
         progress.advance(layer, 10)
-    progress.finish(b"t")
+    progress.complete(b"t")
     assert progress.ready() == Ready((10, 10, 10), b"t", None, (0, 0, 0)) == KVProgress.completed(3, 10, b"t").ready()
 
 
@@ -23,7 +23,7 @@ def test_a_layer_s_latest_mark_counts_until_all_is_computed() -> None:
     progress.advance(0, 10, mark=9)
     assert progress.ready().marks == (7, 6), "nothing came with mark 9"
     progress.advance(1, 10, mark=8)
-    progress.finish()
+    progress.complete()
     assert progress.ready().marks == (0, 0)
 
 
@@ -44,7 +44,7 @@ def test_wakers_are_called_until_they_leave() -> None:
     progress.advance(0, 1)
     progress.unsubscribe(one)
     progress.advance(0, 3)
-    progress.finish()
+    progress.complete()
     progress.fail("over")
     assert calls == ["one", "two", "two", "two", "two"]
 
@@ -54,4 +54,4 @@ def test_engine_s_errors_assert() -> None:
     with pytest.raises(AssertionError):
         progress.advance(0, 4)
     with pytest.raises(AssertionError):
-        progress.finish()
+        progress.complete()

@@ -414,7 +414,7 @@ def test_a_secret_that_changes_in_mid_stream_changes_nothing_there(
     def rotate(_carrier: str) -> None:
         secrets.replace([b"new"])
         holder.compute(64, 100)
-        holder.progress.finish(b"token 0")
+        holder.progress.complete(b"token 0")
 
     landed = target.reader.read_blocking(target.request(holder.endpoint, ticket, "tcp", 300), on_started=rotate)
     assert landed.num_tokens == 300 and np.array_equal(target.landed(300), holder.kv)

@@ -152,7 +152,7 @@ def test_few_are_kept(carrier: str, holder: Holder, target: Target) -> None:
     holder.compute(300, end=20)
     assert all(event.wait(DEADLINE_S) for event in started), "all are under way at once"
     holder.compute(300, start=20)
-    holder.progress.finish(b"")
+    holder.progress.complete(b"")
     for thread in threads:
         thread.join(DEADLINE_S)
     assert idle_in(target) == limits.MAX_IDLE_PER_HOLDER
@@ -163,7 +163,7 @@ def test_old_ones_are_closed(carrier: str, holder: Holder) -> None:
     holder.compute_all()
     target.read_from(holder, carrier)
     (thread,) = serving()
-    assert target.reader._idle.take(carrier, holder.endpoint) is None
+    assert target.reader._idle.reuse(carrier, holder.endpoint) is None
     thread.join(DEADLINE_S)
     assert idle_in(target) == 0 and not serving()
     target.close()
@@ -176,7 +176,7 @@ def test_closed_while_a_read_is_under_way(carrier: str, holder: Holder, target: 
         assert started.wait(DEADLINE_S)
         target.reader.close()
         holder.compute(300, start=20)
-        holder.progress.finish(b"")
+        holder.progress.complete(b"")
     assert idle_in(target) == 0
 
 
@@ -189,7 +189,7 @@ def test_who_says_more_than_the_end_is_not_asked_again(
     with impostor(accepted + data() + commit() + END + more) as endpoint:
         request = target.request(endpoint, holder.ticket(), "tcp", 300)
         assert target.reader.read_blocking(request).num_tokens == 300
-        assert target.reader._idle.take("tcp", endpoint) is None
+        assert target.reader._idle.reuse("tcp", endpoint) is None
         target.reader.close()
 
 
@@ -201,12 +201,12 @@ def test_what_comes_later_is_no_answer(late: bytes) -> None:
     ends = [socket.socketpair() for _ in range(2)]
     wires = [SocketWire(ours) for ours, _ in ends]
     for wire in wires:
-        kept.put("tcp", holder, wire)
+        kept.keep_idle("tcp", holder, wire)
     ends[1][1].sendall(late)
     ends[1][1].close()
-    assert kept.take("tcp", holder) is wires[0]
+    assert kept.reuse("tcp", holder) is wires[0]
     assert ends[1][0].fileno() == -1 and len(kept) == 0
-    assert kept.take("tcp", msgspec.structs.replace(holder, arena_nonce="another")) is None
+    assert kept.reuse("tcp", msgspec.structs.replace(holder, arena_nonce="another")) is None
     for ours, theirs in ends:
         ours.close()
         theirs.close()

@@ -34,7 +34,7 @@ class Case(NamedTuple):
         return SequenceRuns(*end, self.heads)
 
     def memory(self, end: tuple[ArenaShape, BlockTables], seed: int) -> SequenceMemory:
-        return SequenceMemory(random_bytes(end[0].num_bytes, seed), SequenceRuns(*end, self.heads))
+        return SequenceMemory(random_bytes(end[0].arena_bytes, seed), SequenceRuns(*end, self.heads))
 
 
 def random_bytes(size: int, seed: int) -> np.ndarray:
@@ -81,13 +81,13 @@ def cases(draw: st.DrawFn) -> Case:
 def test_rows_on_a_card_are_the_frame(case: Case) -> None:
     source = case.memory(case.source, case.seed)
     rows, views = rows_of(source.runs, case.data), source.rows(case.data)
-    expected = np.empty(rows.num_bytes, np.uint8)
+    expected = np.empty(rows.total_bytes, np.uint8)
     frames.gather(views, expected)
     at = rows.starts[:, None] + np.arange(rows.num_words)
     assert np.array_equal(source.array.view(np.uint64)[at].reshape(-1), expected.view(np.uint64))
     assert len(rows.starts) == 2 * case.data.num_layers * case.data.num_tokens
     assert sum64(expected) == frames.digest(views, TransferStats(), Sum64())
-    assert rows.packed.num_bytes == rows.num_bytes and (np.diff(rows.packed.starts) == rows.num_words).all()
+    assert rows.packed.total_bytes == rows.total_bytes and (np.diff(rows.packed.starts) == rows.num_words).all()
     assert rows.num_words * WORD_BYTES == source.runs.row_bytes
 
 
@@ -131,7 +131,7 @@ def test_tokens_that_the_tables_do_not_have(first_token: int, num_tokens: int) -
     shape = uniform_shape(layout_of(64), 4)
     runs = SequenceRuns(shape, (BlockTable((Segment(2, 2), Segment(0, 1)), first_block=1),))
     data = Header(Kind.DATA, 0, 0, 1, first_token, num_tokens)
-    memory = SequenceMemory(np.zeros(shape.num_bytes, np.uint8), runs)
+    memory = SequenceMemory(np.zeros(shape.arena_bytes, np.uint8), runs)
     for plan in (lambda: rows_of(runs, data), lambda: memory.rows(data)):
         with pytest.raises(ValueError, match="token"):
             plan()

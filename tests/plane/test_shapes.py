@@ -122,7 +122,7 @@ def holding(carrier: str, case: Case, kv: KV, shape: ArenaShape) -> Iterator[Hol
             write = functools.partial(write_kv, holder.array, shape, holder.tables, part, layer, start)
             mark = holder.memory.compute(functools.partial(write, case.num_tokens))
             holder.progress.advance(layer, case.num_tokens, mark)
-        holder.progress.finish(b"token 0")
+        holder.progress.complete(b"token 0")
         yield holder
     finally:
         holder.close()
@@ -179,7 +179,7 @@ def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
         patch.setattr(SharedHolder, "frame_bytes", case.frame_bytes)
         patch.setattr(TcpHolder, "frame_bytes", case.frame_bytes)
         for shard in shards(case.target[0], case.num_targets):
-            before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.num_bytes, np.uint8)
+            before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.arena_bytes, np.uint8)
             target, stats = read_all(carrier, case, kv, shard)
             try:
                 assert np.array_equal(target.array, expected(case, shard, before, kv))
@@ -207,7 +207,7 @@ def test_what_is_compressed_arrives_as_its_codec_says(carrier: str, case: Case, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TcpHolder, "frame_bytes", frame_bytes)
         for shard in shards(case.target[0], case.num_targets):
-            before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.num_bytes, np.uint8)
+            before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.arena_bytes, np.uint8)
             target, stats = read_all(carrier, case, kv, shard, wire_dtype=wire_dtype)
             try:
                 assert np.array_equal(target.array, expected(case, shard, before, squeezed(case, kv, wire_dtype)))
@@ -228,7 +228,7 @@ def squeezed(case: Case, kv: KV, wire_dtype) -> KV:
             tokens = slice(max(first, start), min(first + BLOCK, case.num_tokens))
             for key_or_value in (0, 1):
                 rows = np.ascontiguousarray(kv[layer, key_or_value, tokens])
-                wire = np.empty(codec.num_bytes(tokens.start, len(rows)), np.uint8)
+                wire = np.empty(codec.wire_bytes(tokens.start, len(rows)), np.uint8)
                 codec.encode(rows, tokens.start, wire)
                 codec.decode(wire, tokens.start, rows)
                 out[layer, key_or_value, tokens] = rows
@@ -297,7 +297,7 @@ def test_what_a_window_has_left_behind_is_refused(carrier: str, make_holder: Cal
         for layer in range(3):
             start = windowed.first_block * 16 if layer == 1 else 0
             holder.compute_layer(layer, start, 300)
-        holder.progress.finish(b"")
+        holder.progress.complete(b"")
         assert code_of(lambda holder=holder: target.read_from(holder, carrier, num_tokens=200)) == "range"
         landed = target.read_from(holder, carrier, num_tokens=300)
         assert landed.stats.num_bytes == (300 * 2 + 300 - 16 * 16) * 2 * LAYOUT.token_bytes

@@ -65,7 +65,7 @@ def transfer_beside(holder: Holder, target: Target) -> Iterator[None]:
             yield
         finally:
             holder.compute(300, start=20)
-            holder.progress.finish(b"")
+            holder.progress.complete(b"")
     assert np.array_equal(target.landed(300), holder.kv)
 
 

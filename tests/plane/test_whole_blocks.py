@@ -82,7 +82,7 @@ def test_blocks_cross_whole_while_they_are_computed(
 
     def compute() -> None:
         holder.compute(chunk)
-        holder.progress.finish(b"token 0")
+        holder.progress.complete(b"token 0")
 
     with running(compute):
         landed = target.read_from(holder, carrier)

@@ -32,7 +32,7 @@ class Teller:
     def __init__(self, ahead_s: float) -> None:
         self.ahead_s = ahead_s
 
-    async def tell(self, _: Received[AskTime]) -> TimeTold:
+    async def answer_time(self, _: Received[AskTime]) -> TimeTold:
         return TimeTold(unix_ns=time.time_ns() + round(self.ahead_s * SECOND_NS), age_ms=5, token="t")
 
 
@@ -40,7 +40,7 @@ class Teller:
 async def served(broker: MemoryBroker, teller: Teller) -> AsyncIterator[None]:
     bus = TypedBus(MemoryBus(broker), "scheduler")
     async with asyncio.TaskGroup() as tasks:
-        await bus.serve(tasks, subjects.TIME, (), teller.tell)
+        await bus.serve(tasks, subjects.TIME, (), teller.answer_time)
         yield
         await bus.close()
 
@@ -87,9 +87,9 @@ async def test_what_the_way_explains_is_no_difference() -> None:
     clock = MeshClock()
     before, asked_ns = clock.ahead_ns, time.monotonic_ns()
     await asyncio.sleep(0.2)
-    clock.hear(time.time_ns() - 150_000_000, asked_ns)
+    clock.compare(time.time_ns() - 150_000_000, asked_ns)
     assert clock.ahead_ns == before
-    clock.hear(time.time_ns() - 350_000_000, asked_ns)
+    clock.compare(time.time_ns() - 350_000_000, asked_ns)
     assert clock.ahead_ns < before - 200_000_000, "the way does not explain this"
 
 
@@ -99,17 +99,17 @@ async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> 
     younger = ElderClock()
     elder.clock.follow_machine = lambda: None  # type: ignore[method-assign]
     elder.clock.ahead_ns += 40 * SECOND_NS
-    told = await elder.tell(ASK)
-    assert younger.follows(told) and not elder.follows(await younger.tell(ASK))
-    younger.clock.hear(told.unix_ns, time.monotonic_ns())
-    assert (await younger.tell(ASK)).unix_ns == told.unix_ns, "whoever is asked says the same"
+    told = await elder.answer_time(ASK)
+    assert younger.follows(told) and not elder.follows(await younger.answer_time(ASK))
+    younger.clock.compare(told.unix_ns, time.monotonic_ns())
+    assert (await younger.answer_time(ASK)).unix_ns == told.unix_ns, "whoever is asked says the same"
     await asyncio.sleep(FORGOTTEN_NS / SECOND_NS + 1)
-    assert (await younger.tell(ASK)).unix_ns == time.time_ns(), "now it is the eldest"
+    assert (await younger.answer_time(ASK)).unix_ns == time.time_ns(), "now it is the eldest"
 
 
 async def test_of_two_that_began_together_one_follows() -> None:
     both = [ElderClock(), ElderClock()]
-    told = [await each.tell(ASK) for each in both]
+    told = [await each.answer_time(ASK) for each in both]
     assert sorted((both[0].follows(told[1]), both[1].follows(told[0]))) == [False, True]
     assert not any(each.follows(said) for each, said in zip(both, told, strict=True)), "nobody follows itself"
 

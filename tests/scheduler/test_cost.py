@@ -447,8 +447,8 @@ def test_the_same_is_decided_twice(workers: list[WorkerLoad], holders: list[Hold
 def fleet_of(*loads: WorkerLoad) -> FleetView:
     fleet = FleetView()
     for load in loads:
-        fleet.join(load.worker)
-        fleet.hear(load, 0)
+        fleet.add_worker(load.worker)
+        fleet.note_load(load, 0)
     return fleet
 
 
@@ -507,10 +507,10 @@ def test_a_pair_that_was_never_measured_is_like_the_readers_others() -> None:
 def test_a_source_may_be_measured_before_it_is_known() -> None:
     fleet = fleet_of(worker("p0", reads={"s0": (100, 2), "s1": (300, 4)}), S1)
     assert link(fleet, "p0", "s1") == Link(4, 300e6)
-    fleet.join(S0.worker)
+    fleet.add_worker(S0.worker)
     assert link(fleet, "p0", "s0") == Link(2, 100e6)
     fleet.leave(WorkerId("s1"))
-    fleet.join(D0.worker)  # in its place
+    fleet.add_worker(D0.worker)  # in its place
     assert link(fleet, "p0", "d0") == Link(3, 200e6)
 
 
@@ -520,12 +520,12 @@ def test_a_pair_that_was_slow_long_ago_is_tried_again() -> None:
     fleet = fleet_of(slow, S0)
     speeds = []
     for minutes in range(8):
-        fleet.hear(slow, minutes * TRUST_HALF_LIFE_MS)
+        fleet.note_load(slow, minutes * TRUST_HALF_LIFE_MS)
         speeds.append(link(fleet, "p0", "s0").bytes_per_s)
     assert speeds[0] == pytest.approx(1e6) and speeds[1] == pytest.approx(1e6 * 1_000**0.5)
     assert speeds == sorted(speeds) and speeds[-1] > 900e6
-    fleet.hear(worker("p0", reads={"s0": (2, 500), "s1": (1_000, 3)}), 8 * TRUST_HALF_LIFE_MS)
+    fleet.note_load(worker("p0", reads={"s0": (2, 500), "s1": (1_000, 3)}), 8 * TRUST_HALF_LIFE_MS)
     assert link(fleet, "p0", "s0").bytes_per_s == pytest.approx(2e6), "measured just now"
     fleet.leave(WorkerId("p0"))
-    fleet.join(slow.worker)
+    fleet.add_worker(slow.worker)
     assert link(fleet, "p0", "s0") == START_LINKS["arena"], "and forgotten with its worker"

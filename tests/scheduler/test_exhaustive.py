@@ -83,10 +83,10 @@ def question_of(
     """Return what the policy is asked. `making`: who is computing the prompt just now."""
     view = FleetView()
     for number, load in enumerate(fleet):
-        view.join(load.worker)
-        view.hear(load, number)
+        view.add_worker(load.worker)
+        view.note_load(load, number)
     for number, load in enumerate(fleet[::2]):  # again, and later: what was measured has aged
-        view.hear(load, 100_000 * (number + 1))
+        view.note_load(load, 100_000 * (number + 1))
     placer = Placer(SchedulerConfig(), Cost())
     placer._turn = turn  # pyright: ignore[reportPrivateUsage]
     suspects = {WorkerId(name) for name in excluded[1:]}

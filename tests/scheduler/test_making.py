@@ -86,8 +86,8 @@ class Bench:
         self.fleet = FleetView()
         for name in ("p0", "p1", "d0"):
             load = worker(name)
-            self.fleet.join(load.worker)
-            self.fleet.hear(load, 0)
+            self.fleet.add_worker(load.worker)
+            self.fleet.note_load(load, 0)
         settings = SchedulerConfig(policy=policy, twins=twins)
         self.placer = Placer(settings, POLICIES.get(policy) or Cost())
 
@@ -98,7 +98,7 @@ class Bench:
 
     def busy(self, name: str, waiting: int, now_ms: int = 0) -> None:
         """A worker reports so many tokens in line."""
-        self.fleet.hear(worker(name, waiting=waiting), now_ms)
+        self.fleet.note_load(worker(name, waiting=waiting), now_ms)
 
 
 def test_the_next_one_goes_where_the_first_is_being_computed() -> None:
@@ -148,8 +148,8 @@ def test_a_restarted_worker_makes_nothing() -> None:
     bench.fleet.leave(first.prefill_worker)
     load = worker(first.prefill_worker)
     reborn = msgspec.structs.replace(load.worker, incarnation="another life")
-    bench.fleet.join(reborn)
-    bench.fleet.hear(msgspec.structs.replace(load, worker=reborn), 5)
+    bench.fleet.add_worker(reborn)
+    bench.fleet.note_load(msgspec.structs.replace(load, worker=reborn), 5)
     placed = bench.place(prompt(4_000), 6)
     assert placed.terms is not None and placed.terms.computed_tokens == 4_000 and placed.sources == ()
 

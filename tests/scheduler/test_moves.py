@@ -118,8 +118,8 @@ def test_of_two_that_can_stand_in_for_each_other_one_may_leave() -> None:
 
 def test_the_last_of_a_role_may_leave_where_it_is_forced_and_is_told_that_it_is() -> None:
     core = fleet("cost", P0, D0)
-    assert leave(core, P0).is_last and core.describe(0).ready
-    assert leave(core, P0, forced=True).is_last and not core.describe(0).ready
+    assert leave(core, P0).is_last and core.describe_fleet(0).ready
+    assert leave(core, P0, forced=True).is_last and not core.describe_fleet(0).ready
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, until
 @pytest.mark.slow
 async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_dead(tmp_path: Path) -> None:
     """Over a real one. Whoever dies afterwards is still found dead."""
-    server = EmbeddedNats.start(None, tmp_path)
+    server = EmbeddedNats.launch(None, tmp_path)
     stop, ready = asyncio.Event(), asyncio.Event()
     async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         buses = [await NatsBus.connect(BusAccess(server.url), name) for name in ("scheduler", "p0", "d0", "client")]
@@ -37,7 +37,7 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
         await pinged(*workers)
         server.stop()
         await asyncio.sleep(1.5 * MeshConfig().scheduler.silent_after_ms / 1e3)  # longer than any silence
-        server = EmbeddedNats.start(int(server.url.rsplit(":", 1)[1]), tmp_path)
+        server = EmbeddedNats.launch(int(server.url.rsplit(":", 1)[1]), tmp_path)
         await until(lambda: all(connection.is_connected for connection in buses))
         await pinged(*workers)
         assert await client.workers() == {"p0", "d0"} and client.left.empty()
@@ -65,7 +65,7 @@ async def test_who_dies_is_known_dead_by_the_broker_s_word_on_its_connection(
     dies."""
     monkeypatch.setattr(scheduler_core, "SECOND_PING_SHARE", 40 * PATIENCE_S)
     keys = MeshKeys.fresh()
-    server = EmbeddedNats.start(None, tmp_path, keys.broker_config)
+    server = EmbeddedNats.launch(None, tmp_path, keys.broker_config)
 
     async def connect(role: Role, name: str) -> NatsBus:
         return await NatsBus.connect(BusAccess(server.url, keys.roles[role].identity(name)), name)
@@ -104,7 +104,7 @@ async def test_a_broker_that_denies_its_word_on_connections_is_good_enough(
     with monkeypatch.context() as patch:
         patch.setattr(permissions, "DISCONNECTED", "_BROKER.other")
         keys = MeshKeys.fresh()
-    server = EmbeddedNats.start(None, tmp_path, keys.broker_config)
+    server = EmbeddedNats.launch(None, tmp_path, keys.broker_config)
 
     async def connect(role: Role, name: str) -> NatsBus:
         return await NatsBus.connect(BusAccess(server.url, keys.roles[role].identity(name)), name)

@@ -102,8 +102,8 @@ def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> W
 def chosen(policy: Policy, *loads: WorkerLoad, turn: int = 0, first_block: bytes = b"") -> tuple[str, str | None]:
     view = FleetView()
     for said in loads:
-        view.join(said.worker)
-        view.hear(said, 0)
+        view.add_worker(said.worker)
+        view.note_load(said, 0)
     nothing = np.zeros(len(view.rows), np.intp)
     choice = policy(Question(Demand(10, 10), first_block, turn, view, view.groups, (), nothing))
     assert choice is not None
@@ -259,8 +259,8 @@ def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> Non
     core = SchedulerCore(SchedulerConfig(policy="least_loaded"), PresenceTimes())
     for worker in (P0, D0):
         core.handle(load(worker), 0)
-    assert core.describe(0).ready
-    assert [w.worker.worker_id for w in core.describe(0).workers] == ["d0", "p0"]
+    assert core.describe_fleet(0).ready
+    assert [w.worker.worker_id for w in core.describe_fleet(0).workers] == ["d0", "p0"]
 
 
 @pytest.mark.parametrize("policy", ["cost", "least_loaded", "round_robin", "affinity"])
@@ -292,7 +292,7 @@ def test_a_large_fleet_is_described_in_parts_that_fit() -> None:
         core.handle(load(info(name, "prefill")), 0)
     found: list[str] = []
     while True:
-        part = core.describe(0, found[-1] if found else "", MIN_PAYLOAD_BYTES)
+        part = core.describe_fleet(0, found[-1] if found else "", MIN_PAYLOAD_BYTES)
         assert len(encode(part)) <= MIN_PAYLOAD_BYTES
         found += [worker.worker.worker_id for worker in part.workers]
         if not part.more:
@@ -303,8 +303,8 @@ def test_a_large_fleet_is_described_in_parts_that_fit() -> None:
 def test_a_worker_that_has_only_joined_is_taken_to_be_idle_and_is_not_listed() -> None:
     core = fleet("least_loaded", P0, P1, D0)
     core.handle(load(P0, tokens=1), 0)
-    assert placed(core, ask()) == ("p1", "d0") and core.describe(0).ready
-    assert [w.worker.worker_id for w in core.describe(0).workers] == ["p0"]
+    assert placed(core, ask()) == ("p1", "d0") and core.describe_fleet(0).ready
+    assert [w.worker.worker_id for w in core.describe_fleet(0).workers] == ["p0"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -360,9 +360,9 @@ def test_a_suspect_worker_gets_nothing_while_somebody_else_could_serve(policy: s
     assert {at(2_600) for _ in range(4)} == {("p1", "d0")}
     assert at(2_600, "p1", "d0") == ("p1", "d0"), "one that failed once, before one that may be stopped"
     core.handle(WorkerLeft(worker_id=P1.worker_id, incarnation="a", reason=LeftReason.STOPPED), 2_600)
-    assert at(2_600) == ("p0", "d0") and not core.describe(2_600).ready
+    assert at(2_600) == ("p0", "d0") and not core.describe_fleet(2_600).ready
     core.handle(load(P0), 2_700)
-    assert core.describe(2_700).ready
+    assert core.describe_fleet(2_700).ready
 
 
 @pytest.mark.parametrize("policy", ["affinity", "cost", "least_loaded", "round_robin"])
@@ -431,4 +431,4 @@ def test_two_schedulers_that_hear_the_same_in_any_order_see_the_same_fleet(data:
             assert core.handle(load(info(worker_id, role, incarnation=now)), now_ms) == []  # type: ignore[arg-type]
     assert cores[0].incarnations() == cores[1].incarnations()
     assert set(cores[0].incarnations()) == {"p0", "d0"}
-    assert all(isinstance(w, WorkerLoad) for core in cores for w in core.describe(now_ms).workers)
+    assert all(isinstance(w, WorkerLoad) for core in cores for w in core.describe_fleet(now_ms).workers)

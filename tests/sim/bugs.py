@@ -212,7 +212,7 @@ def a_word_ends_by_another_s_clock(patch: pytest.MonkeyPatch) -> None:
 
 @bug("spans have the dates of their own machines", options=SKEWED)
 def spans_go_by_their_machines(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MeshClock, "hear", lambda self, unix_ns, asked_ns: None)
+    patch.setattr(MeshClock, "compare", lambda self, unix_ns, asked_ns: None)
 
 
 @bug("of two schedulers each tells the time of its own machine, and services go by both", options=TWO_CLOCKS)
@@ -431,14 +431,14 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a partial last block is kept under a full block's identity", options=RESUMED)
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
-    keep = EngineFeed.keep
+    keep = EngineFeed.note_written
 
     def rounded_up(self: EngineFeed, sequence: Any, attempt: Any, num_tokens: int, *, ended: bool = False) -> None:
         block_size = attempt.hasher.block_size
         up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
         keep(self, sequence, attempt, up, ended=ended)
 
-    patch.setattr(EngineFeed, "keep", rounded_up)
+    patch.setattr(EngineFeed, "note_written", rounded_up)
 
 
 # Requests and their attempts.
@@ -487,29 +487,29 @@ def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a later attempt draws from another seed", "kill", "pause", "drain")
 def new_seed_for_a_new_attempt(patch: pytest.MonkeyPatch) -> None:
-    import services.gateway.asking as asking
+    import services.gateway.requests as requests
 
     for name in ("run_message", "reserve_message"):
-        make = getattr(asking, name)
+        make = getattr(requests, name)
 
         def reseeded(job: Any, proof: Any, gateway_id: Any, action: Any, prompt: Any, make: Any = make) -> Any:
             sampling = msgspec.structs.replace(job.sampling, seed=job.sampling.seed + action.attempt - 1)
             return make(dataclasses.replace(job, sampling=sampling), proof, gateway_id, action, prompt)
 
-        patch.setattr(asking, name, reseeded)
+        patch.setattr(requests, name, reseeded)
 
 
 @bug("an answer that goes on elsewhere counts its tokens from zero again", "kill", "pause", "drain")
 def resumed_answer_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
-    import services.gateway.asking as asking
+    import services.gateway.requests as requests
 
     for name in ("run_message", "reserve_message"):
-        make = getattr(asking, name)
+        make = getattr(requests, name)
 
         def uncounted(*arguments: Any, make: Any = make) -> Any:
             return msgspec.structs.replace(make(*arguments), num_answered_tokens=0)
 
-        patch.setattr(asking, name, uncounted)
+        patch.setattr(requests, name, uncounted)
 
 
 @bug("a failure in mid-stream ends with [DONE], as if all were well", options=NO_BROKER)
@@ -580,14 +580,14 @@ def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a holder does not tell its reader what its end of a transfer is called")
 def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
-    start = KVHolder.start
+    start = KVHolder.serve_reads
 
     def nameless(self: KVHolder[Any], *given: Any) -> None:
         self.telemetry = copy.copy(self.telemetry)
         self.telemetry.child_of = lambda _: ""  # type: ignore[method-assign]
         start(self, *given)
 
-    patch.setattr(KVHolder, "start", nameless)
+    patch.setattr(KVHolder, "serve_reads", nameless)
 
 
 @bug("a dispatch ends with the reply and not with the worker's acceptance")
@@ -707,7 +707,7 @@ def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
         return [*([stop] if isinstance(stop, Withdraw) else []), *self._forget(attempt, now_ms)]
 
     patch.setattr(DecodeCore, "_end", at_once)
-    patch.setattr(KVReads, "stop", lambda self, read: None)
+    patch.setattr(KVReads, "end_reads", lambda self, read: None)
 
 
 def given_times(patch: pytest.MonkeyPatch, role: type[RoleCore[Any]], times: Times) -> None:
@@ -745,13 +745,13 @@ def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
 def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.inbox import Inbox
-    from services.worker.report import Reporter
+    from services.worker.report import WorkerReporter
+    from services.worker.shell import Worker
 
-    on_ping, load = Inbox._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
+    on_ping, load = Worker._on_ping, WorkerReporter.current_load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
-        while any(role.attempts for role in self._cores.roles):
+        while any(role.attempts for role in self.cores.roles):
             await asyncio.sleep(0.01)
         return await on_ping(self, received)
 
@@ -760,8 +760,8 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("later")
         return load(self, now_ms)
 
-    patch.setattr(Inbox, "_on_ping", when_idle)
-    patch.setattr(Reporter, "load", load_when_idle)
+    patch.setattr(Worker, "_on_ping", when_idle)
+    patch.setattr(WorkerReporter, "current_load", load_when_idle)
 
 
 @bug(
@@ -883,7 +883,7 @@ def moved_prompt_leaves_its_lease(patch: pytest.MonkeyPatch) -> None:
 @bug("the token that an answer moves with is counted among those whose KV is in place", options=DRAINED)
 def moved_with_a_token_that_was_never_computed(patch: pytest.MonkeyPatch) -> None:
     def keep_ended(self: EngineFeed, sequence: Any, attempt: Any) -> None:
-        self.keep(sequence, attempt, len(sequence.token_ids), ended=True)
+        self.note_written(sequence, attempt, len(sequence.token_ids), ended=True)
 
     patch.setattr(EngineFeed, "keep_ended", keep_ended)
 

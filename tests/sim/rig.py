@@ -44,11 +44,11 @@ class Plane:
         for start in range(0, NUM_TOKENS, chunk):
             threads.pause(step_s)
             self.holder.compute(chunk, start, min(NUM_TOKENS, start + chunk))
-        self.holder.progress.finish(b"token 0")
+        self.holder.progress.complete(b"token 0")
 
     async def read(self, deadline_s: float = 5.0) -> Landed:
         holder, target = self.holder, self.target
-        return await target.reader.read(
+        return await target.reader.read_kv(
             target.request(holder.endpoint, holder.ticket(), self.carrier, NUM_TOKENS, deadline_s=deadline_s)
         )
 

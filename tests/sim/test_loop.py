@@ -61,7 +61,7 @@ def test_a_killed_process_runs_nothing_any_more_not_even_its_finally() -> None:
 
         process = Process("p")
         process.on_kill.append(lambda: said.append("noticed"))
-        loop.start(process, life())
+        loop.spawn(process, life())
         await asyncio.sleep(1.5)
         loop.kill(process)
         loop.kill(process)
@@ -81,7 +81,7 @@ def test_a_paused_process_wakes_up_late() -> None:
                 woke.append(loop.time())
 
         process = Process("p")
-        task = loop.start(process, life())
+        task = loop.spawn(process, life())
         await asyncio.sleep(1.5)
         loop.pause(process)
         await asyncio.sleep(5)
@@ -112,7 +112,7 @@ def heard_under(conditions: BusConditions, num_messages: int = 400) -> list[int]
     async def main(loop: SimLoop) -> list[int]:
         broker, heard = SimBroker(random.Random(3), conditions), list[int]()
         speaker, listener = broker.connect("speaker"), broker.connect("listener")
-        loop.start(Process("listener"), hear_all(listener, "a.b", heard))
+        loop.spawn(Process("listener"), hear_all(listener, "a.b", heard))
         await asyncio.sleep(1)
         for number in range(num_messages):
             await speaker.publish("a.b", str(number).encode(), {})
@@ -140,7 +140,7 @@ def test_a_client_that_is_cut_off_hears_all_later() -> None:
     async def main(loop: SimLoop) -> tuple[list[int], list[int]]:
         broker, heard = SimBroker(random.Random(3)), list[int]()
         speaker, listener = broker.connect("speaker"), broker.connect("listener")
-        loop.start(Process("listener"), hear_all(listener, "a.b", heard))
+        loop.spawn(Process("listener"), hear_all(listener, "a.b", heard))
         await asyncio.sleep(1)
         broker.conditions.held_until_s["listener"] = loop.time() + 5
         await speaker.publish("a.b", b"1", {})
@@ -156,7 +156,7 @@ def test_a_broker_that_goes_and_comes_back() -> None:
     async def main(loop: SimLoop) -> None:
         broker, heard = SimBroker(random.Random(3)), list[int]()
         speaker, listener = broker.connect("speaker"), broker.connect("listener")
-        loop.start(Process("listener"), hear_all(listener, "a.b", heard))
+        loop.spawn(Process("listener"), hear_all(listener, "a.b", heard))
         await asyncio.sleep(1)
         broker.go_down()
         with pytest.raises(RequestTimedOutError):
@@ -182,7 +182,7 @@ def test_a_broker_that_goes_and_comes_back() -> None:
 def test_what_is_asked_of_a_dead_process_has_no_responder() -> None:
     async def main(loop: SimLoop) -> None:
         broker = SimBroker(random.Random(3))
-        asker, server = broker.connect("asker"), broker.connect("server")
+        requester, server = broker.connect("requester"), broker.connect("server")
         process = Process("server")
         process.on_kill.append(lambda: broker.drop(server))
 
@@ -190,15 +190,15 @@ def test_what_is_asked_of_a_dead_process_has_no_responder() -> None:
             async for delivery in await server.serve("s", "e", "a.c"):
                 await delivery.respond(b"yes", {})
 
-        loop.start(process, serve())
+        loop.spawn(process, serve())
         await asyncio.sleep(1)
-        assert (await asker.request("a.c", b"", {}, 1.0)).payload == b"yes"
+        assert (await requester.request("a.c", b"", {}, 1.0)).payload == b"yes"
         loop.pause(process)
         with pytest.raises(RequestTimedOutError):
-            await asker.request("a.c", b"", {}, 1.0)
+            await requester.request("a.c", b"", {}, 1.0)
         loop.kill(process)
         with pytest.raises(NoRespondersError):
-            await asker.request("a.c", b"", {}, 1.0)
+            await requester.request("a.c", b"", {}, 1.0)
 
     run(main)
 
@@ -220,7 +220,7 @@ def test_a_meter_tells_whose_cpu_time_it_was() -> None:
         return loop.time()
 
     async def main() -> list[float]:
-        return await asyncio.gather(loop.start(busy, work(0.05)), loop.start(idle, work(0.0)))
+        return await asyncio.gather(loop.spawn(busy, work(0.05)), loop.spawn(idle, work(0.0)))
 
     with installed(clock, rng):
         assert loop.run_to_end(main()) == [1.0, 1.0], "none of it passes unless it is charged"
@@ -249,9 +249,9 @@ def test_what_a_charged_process_takes_keeps_it_busy_and_its_messages_back() -> N
         async def look() -> float:
             return loop.time()
 
-        heard = loop.start(other, hear())
-        said = loop.start(charged, say())
-        late, at_once = loop.start(charged, look()), loop.start(other, look())
+        heard = loop.spawn(other, hear())
+        said = loop.spawn(charged, say())
+        late, at_once = loop.spawn(charged, look()), loop.spawn(other, look())
         await said
         return await heard, await late, await at_once
 

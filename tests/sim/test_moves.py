@@ -35,7 +35,7 @@ class Told:
 
     def story(self, word: str, event: type[Message], attempt: int, **fields: Any) -> None:
         terms = {"request_id": REQUEST, "attempt": attempt, "deadline_ms": 1, "gateway_id": GatewayId("gateway-0")}
-        self.tap.read(f"mesh.v1.request.{REQUEST}.{word}", encode(event(**terms, **fields)))
+        self.tap.note_message(f"mesh.v1.request.{REQUEST}.{word}", encode(event(**terms, **fields)))
 
     def placed(self, attempt: int = 1) -> None:
         workers = {"prefill_worker": WorkerId("prefill-0"), "decode_worker": WorkerId(f"decode-{attempt}")}
@@ -53,7 +53,7 @@ class Told:
         failure = RequestFailure(code=code, detail="", retryable=True) if code else None
         tokens = RequestTokens(request_id=REQUEST, attempt=attempt, index=0, failure=failure)
         emitted = TokensEmitted(worker_id=WorkerId(worker), requests=(tokens,))
-        self.tap.read(f"mesh.v1.tokens.{worker}.gateway-0", encode(emitted))
+        self.tap.note_message(f"mesh.v1.tokens.{worker}.gateway-0", encode(emitted))
 
     def problems(self, kinds: set[FaultKind] = DRAINS) -> list[str]:
         return list(self.tap.problems(kinds))
@@ -114,7 +114,7 @@ def test_what_was_lost_and_asked_for_again_was_given_away() -> None:
     failure = RequestFailure(code=AttemptFailure.DRAINING, detail="", retryable=True)
     tokens = RequestTokens(request_id=REQUEST, attempt=1, index=0, failure=failure)
     terms = {"request_id": REQUEST, "attempt": 1, "deadline_ms": 1, "worker_id": WorkerId("decode-1")}
-    told.tap.read("mesh.v1.worker.decode-1.progress", encode(Progress(**terms, known=True, tokens=tokens)))  # type: ignore[arg-type]
+    told.tap.note_message("mesh.v1.worker.decode-1.progress", encode(Progress(**terms, known=True, tokens=tokens)))  # type: ignore[arg-type]
     told.resumed()
     told.finished()
     assert not told.problems()
@@ -146,12 +146,12 @@ def test_who_drains_does_not_take_back_what_it_gave_away() -> None:
     told.said("decode-1", 2, None)
     told.finished()
     assert not told.problems()
-    told.tap.read("mesh.v1.worker.decode-1.draining", b"")
+    told.tap.note_message("mesh.v1.worker.decode-1.draining", b"")
     told.said("decode-1", 2, None)
     assert "answers attempt 2" in told.problems()[0]
     told = moved()
     for word in ("draining", "joined"):
-        told.tap.read(f"mesh.v1.worker.decode-1.{word}", b"")
+        told.tap.note_message(f"mesh.v1.worker.decode-1.{word}", b"")
     told.said("decode-1", 2, None)
     told.finished()
     assert not told.problems()
@@ -170,7 +170,7 @@ def test_a_worker_is_soon_gone_unless_it_is_the_last(is_last: bool) -> None:
         shape=MeshShape(), network=SimNetwork(random.Random(0)), services={leaver.name: leaver}, config=MeshConfig()
     )
     tap = LeaveTap(mesh, lambda: now_s)
-    tap.read("mesh.v1.worker.decode-0.leave", encode(LeaveAnswered(is_last=is_last)))
+    tap.note_message("mesh.v1.worker.decode-0.leave", encode(LeaveAnswered(is_last=is_last)))
     now_s = tap.within_s
     assert not tap.problems_now(DRAINS)
     now_s += 0.1

@@ -193,7 +193,7 @@ def test_memory_reused_while_it_is_copied_is_not_believed(carrier: str) -> None:
     async def live(after_s: float) -> str:
         with Plane(carrier) as plane:
             plane.holder.compute(NUM_TOKENS)
-            plane.holder.progress.finish(b"")
+            plane.holder.progress.complete(b"")
             reading = asyncio.ensure_future(plane.read())
             await asyncio.sleep(after_s)
             plane.holder.end_lease()
@@ -223,7 +223,7 @@ def test_the_same_seed_is_the_same_run(carrier: str) -> None:
         for _ in range(20):
             request = target.request(holder.endpoint, holder.ticket(), carrier, NUM_TOKENS, deadline_s=5.0)
             try:
-                await target.reader.read(request)
+                await target.reader.read_kv(request)
             except TransferFailedError:
                 times.append(-now_s())
             else:

@@ -110,7 +110,7 @@ def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResul
             heard.append((layer, num_tokens, round(threads.now_s(), 4)))
 
     async def live() -> None:
-        engine = FakeEngine(shape, memoryview(bytearray(shape.num_bytes)))
+        engine = FakeEngine(shape, memoryview(bytearray(shape.arena_bytes)))
         thread = SimEngineThread(
             SimSteps(engine, Batch(32), pace), steps.append,
             lambda sequences, _: left.extend(s.request_id for s in sequences),

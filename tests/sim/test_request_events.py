@@ -10,9 +10,9 @@ WHOLE = ["accepted", "placed", "first_token", "resumed", "placed", "finished"]
 def problems(events: list[str], *, may_be_cut: bool = False) -> list[str]:
     tap = RequestEventTap()
     for event in events:
-        tap.hear(f"mesh.v1.request.req-1.{event}", "gateway-0")
-        tap.hear("mesh.v1.request.req-1.cancel", "gateway-0")
-        tap.hear("mesh.v1.tokens.gateway-0", "decode-0")
+        tap.note_event(f"mesh.v1.request.req-1.{event}", "gateway-0")
+        tap.note_event("mesh.v1.request.req-1.cancel", "gateway-0")
+        tap.note_event("mesh.v1.tokens.gateway-0", "decode-0")
     return list(tap.problems(may_be_cut=may_be_cut))
 
 
@@ -37,7 +37,7 @@ def test_what_the_broker_lost_unread_is_missed_of_that_request_alone() -> None:
     tap = RequestEventTap()
     for request_id in ("req-1", "req-2"):
         for event in ("placed", "first_token"):
-            tap.hear(f"mesh.v1.request.{request_id}.{event}", "gateway-0")
+            tap.note_event(f"mesh.v1.request.{request_id}.{event}", "gateway-0")
     for subject in ("mesh.v1.request.req-1.accepted", "mesh.v1.tokens.gateway-0", ""):
         tap.miss(subject)
     assert len(problems := list(tap.problems(may_be_cut=False))) == 1 and "req-2" in problems[0]

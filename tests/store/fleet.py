@@ -119,7 +119,7 @@ class Worker:
         self.plane = make_server(self.memory.arena, self.memory.shape, self, CREDENTIALS.secrets, options)
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        self.plane.start()
+        self.plane.serve_streams()
         await self.bus.serve(tasks, subjects.LEASE, (self.worker_id, "*"), self._on_lease)
         await self.bus.publish(subjects.JOINED, (self.worker_id,), WorkerJoined(worker=self.info()))
 
@@ -194,7 +194,7 @@ class Worker:
     # `LeaseGate`.
 
     def open(self, ticket: Ticket) -> OpenLease:
-        lease = self.leases.check(ticket, self.incarnation, now_ms())
+        lease = self.leases.lease_of(ticket, self.incarnation, now_ms())
         hash_of = {block: block_hash for block_hash, block in self.block_of.items()}
         content = [(Content("", hash_of[block]), block) for block in block_ids(lease.tables[0].segments)]
         return WorkerLease(lease, self.outcomes, b"".join(self.memory.contents.tag(*each) for each in content))
@@ -347,7 +347,7 @@ class Fleet:
             deadline_s=PATIENCE_S,
             content=expected,
         )
-        landed = await self._reader.read(request)
+        landed = await self._reader.read_kv(request)
         assert landed.num_tokens == grant.num_tokens
         assert all(self._memory.get(block) == bytes(LAYOUT.block_bytes) for block in blocks[:first])
         return [self._memory.get(block) for block in blocks[first:]]

@@ -62,7 +62,7 @@ class Memory:
     ) -> None:
         self.shape: ArenaShape = uniform_shape(layout, num_blocks)
         generator = np.random.default_rng(seed)
-        self.array = generator.integers(0, 256, self.shape.num_bytes, np.uint8)
+        self.array = generator.integers(0, 256, self.shape.arena_bytes, np.uint8)
         self.values = BlockValues(BlockContents(self, self.shape, secrets))
 
     @property

@@ -17,7 +17,7 @@ def filled(num_blocks: int, *numbers: int) -> KeptBlocks:
         assert blocks
         memory.put(blocks[0], hash_of(number))
         memory.release(blocks)
-    memory.changes.take()
+    memory.changes.drain()
     return memory
 
 
@@ -26,7 +26,7 @@ def test_the_least_recently_used_goes_first() -> None:
     memory.release(memory.take([hash_of(1)]))
     assert memory.allocate(2) is not None
     assert list(memory.block_of) == contents_at(1)
-    assert memory.changes.take() == ContentChanges([], hashes_of(2, 3))
+    assert memory.changes.drain() == ContentChanges([], hashes_of(2, 3))
 
 
 def test_what_is_referred_to_is_never_given_up() -> None:
@@ -53,7 +53,7 @@ def test_the_same_content_is_kept_once() -> None:
     memory.put(again[0], hash_of(1))
     memory.release(again)
     assert memory.pool.num_free == 3
-    assert memory.changes.take() == ContentChanges()
+    assert memory.changes.drain() == ContentChanges()
 
 
 def test_what_came_and_went_between_two_looks_is_not_mentioned() -> None:
@@ -63,7 +63,7 @@ def test_what_came_and_went_between_two_looks_is_not_mentioned() -> None:
         assert blocks
         memory.put(blocks[0], hash_of(number))
         memory.release(blocks)
-    assert memory.changes.take() == ContentChanges(hashes_of(3), hashes_of(1))
+    assert memory.changes.drain() == ContentChanges(hashes_of(3), hashes_of(1))
 
 
 def test_a_used_value_stays_behind_memory() -> None:
@@ -87,7 +87,7 @@ def test_what_was_there_is_cut_to_the_bound() -> None:
     back = BackIndex(2)
     assert back.restore(keys_at(1, 2, 3)) == keys_at(1)
     assert back.hashes() == hashes_of(2, 3)
-    assert back.changes.take() == ContentChanges(), "the inventory tells, not an event"
+    assert back.changes.drain() == ContentChanges(), "the inventory tells, not an event"
 
 
 Step = tuple[str, int, int]
@@ -129,7 +129,7 @@ def test_whatever_happens_nothing_leased_changes_and_the_events_tell_the_truth(h
             ("back", back.changes, back.hashes()),
         )
         for name, log, present in tiers:
-            changes = log.take()
+            changes = log.drain()
             stored, evicted = changes.stored, changes.evicted
             assert not told[name] & set(stored), "nothing comes twice"
             assert told[name] >= set(evicted), "only what was there goes"

@@ -471,7 +471,7 @@ async def test_a_purge_that_the_folder_does_not_allow_is_no_success(
         raise TierError("the disk is read-only")
 
     async with fleet() as around, store(around, config_of(url="disk", path=str(tmp_path))):
-        monkeypatch.setattr(DiskTier, "clear", fails)
+        monkeypatch.setattr(DiskTier, "delete_all", fails)
         reply = await around.bus.ask(subjects.PURGE, (STORE,), PurgeBlocks(), PATIENCE_S)
         assert reply.failure == "the disk is read-only"
 

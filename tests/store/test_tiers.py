@@ -209,7 +209,7 @@ def test_what_is_no_plain_file_is_passed_over_and_stays(
     assert tier.read(keys_at(1, 2)) == [None, value(2)]
     notes = path_of(tmp_path, 2).with_name("mine.tmp")
     notes.write_text("somebody's")
-    tier.clear()
+    tier.delete_all()
     assert tier.read(keys_at(2)) == [None] and notes.exists() and os.path.lexists(path_of(tmp_path, 1))
     tier.close()
 
@@ -234,11 +234,11 @@ def test_a_purge_deletes_of_an_earlier_format_what_it_wrote(tmp_path: Path) -> N
     (tmp_path / "linked").symlink_to(tmp_path / "kept")
     (path_of(tmp_path, 1, "old").with_name("notes")).write_text("somebody's")
     tier = DiskTier(tmp_path, "m", SIZE, earlier=("old", "linked", "missing"))
-    tier.clear()
+    tier.delete_all()
     assert not path_of(tmp_path, 1, "old").exists() and path_of(tmp_path, 1, "old").with_name("notes").exists()
     assert (tmp_path / "kept" / "notes").exists()
     path_of(tmp_path, 1, "old").with_name("notes").unlink()
-    tier.clear()
+    tier.delete_all()
     assert not (tmp_path / "old").exists()
     tier.close()
 

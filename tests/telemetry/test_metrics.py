@@ -50,8 +50,8 @@ def test_exemplars_are_told_to_whoever_takes_openmetrics() -> None:
 
 def test_what_is_put_replaces_what_was() -> None:
     metrics = Metrics("w")
-    metrics.put(names.LEASES, {("<1s",): 2, (">120s",): 1})
-    metrics.put(names.LEASES, {("<1s",): 3})
+    metrics.set_series(names.LEASES, {("<1s",): 2, (">120s",): 1})
+    metrics.set_series(names.LEASES, {("<1s",): 3})
     lines = [line for line in text_of(metrics).splitlines() if line.startswith("kvmesh_leases{")]
     assert lines == ['kvmesh_leases{age="<1s",worker="w"} 3.0']
 
@@ -86,14 +86,14 @@ def test_series_are_bounded() -> None:
     lines = [line for line in text_of(metrics).splitlines() if line.startswith("kvmesh_transfer_bytes_total{")]
     assert len(lines) == MAX_SERIES + 1
     assert f'kvmesh_transfer_bytes_total{{carrier="{OTHER}",source="{OTHER}",worker="w"}} 10.0' in lines
-    metrics.put(names.TRANSFER_RATE, {(f"source-{number}", "tcp"): 1.0 for number in range(MAX_SERIES + 10)})
+    metrics.set_series(names.TRANSFER_RATE, {(f"source-{number}", "tcp"): 1.0 for number in range(MAX_SERIES + 10)})
     assert text_of(metrics).count("kvmesh_transfer_rate_bytes_per_second{") == MAX_SERIES
 
 
 def test_a_sampler_that_fails_keeps_the_others() -> None:
     metrics = Metrics()
     metrics.on_sample(lambda: 1 // 0)
-    metrics.on_sample(lambda: metrics.put(names.DIRECTORY_HOLDERS, {(): 7}))
+    metrics.on_sample(lambda: metrics.set_series(names.DIRECTORY_HOLDERS, {(): 7}))
     metrics.sample()
     assert "kvmesh_directory_holders 7.0" in text_of(metrics)
 
@@ -118,7 +118,9 @@ def test_the_server_reads_while_everything_changes() -> None:
     for number in range(3_000):
         metrics.inc(names.TRANSFERS, f"outcome-{number % 400}")
         metrics.observe(names.STEP_SECONDS, 0.001, "decode")
-        metrics.put(MetricName("gauge", f"kvmesh_some_{number % 50}", "", ("x",), is_sampled=True), {(str(number),): 1})
+        metrics.set_series(
+            MetricName("gauge", f"kvmesh_some_{number % 50}", "", ("x",), is_sampled=True), {(str(number),): 1}
+        )
     stop.set()
     scraping.join(30)
     assert not failures

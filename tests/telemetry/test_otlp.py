@@ -60,7 +60,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
 ) -> None:
     endpoint, requests = received
     telemetry = open_telemetry("prefill-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
-    root = telemetry.start("POST /v1/completions", server=True)
+    root = telemetry.begin_span("POST /v1/completions", server=True)
     telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
     root.end()
     telemetry.close()
@@ -81,7 +81,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
 def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]) -> None:
     endpoint, requests = received
     telemetry = open_telemetry("decode-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
-    root = telemetry.start("POST /v1/completions", server=True)
+    root = telemetry.begin_span("POST /v1/completions", server=True)
     telemetry.record(SpanName.PLACE, root.traceparent, (1, 2), {})
     telemetry.record(SpanName.DISPATCH, root.traceparent, (1, 2), {Key.WORKER: "prefill-1"})
     ends = {"target": "prefill-0", "source": ""}
@@ -115,7 +115,7 @@ def told(monkeypatch: pytest.MonkeyPatch, endpoint: str = "", **variables: str) 
 
 def send(config: MeshConfig) -> None:
     telemetry = open_telemetry("prefill-0", config)
-    telemetry.start("POST /v1/completions", server=True).end()
+    telemetry.begin_span("POST /v1/completions", server=True).end()
     telemetry.close()
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_delivered_is_one_line_with_the_address(
     assert target is not None
     telemetry = Telemetry("prefill-0", OtlpExporter(target), at_once=True)
     for _ in range(3):
-        telemetry.start("POST /v1/completions", server=True).end()
+        telemetry.begin_span("POST /v1/completions", server=True).end()
     telemetry.close()
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [f"{num} spans are lost: {url}/v1/traces does not take them as OTLP" for num in (1, 2)]

@@ -40,7 +40,7 @@ from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
 from services.metrics import Metrics
 from services.prefill.core import PrefillAttempt, PrefillCore
-from services.presence import Hearing
+from services.presence import FailureDetector
 from services.telemetry import (
     FileExporter,
     Key,
@@ -100,7 +100,7 @@ def choice_of(trace: str) -> LiveRequest:
         request_id=RequestId("req-1"), prompt=PackedPrompt(pack_tokens([1, 2, 3]), b"", 3), deadline_ms=1,
         key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
     )  # fmt: skip
-    core = RequestCore(job.request_id, 100, MeshConfig(), Hearing(PresenceTimes()))
+    core = RequestCore(job.request_id, 100, MeshConfig(), FailureDetector(PresenceTimes()))
     return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", 0, Told("placing", 0))
 
 
@@ -140,7 +140,7 @@ def test_a_long_text_is_not_remembered() -> None:
 @pytest.mark.parametrize(("flags", "goes_out"), [("00", False), ("01", True), ("03", True), ("02", False)])
 def test_the_sender_decides_whether_a_trace_is_sampled(flags: str, goes_out: bool) -> None:
     made, spans = telemetry(ratio=0.5)
-    root = made.start("POST /x", f"00-{TRACE}-{SPAN}-{flags}")
+    root = made.begin_span("POST /x", f"00-{TRACE}-{SPAN}-{flags}")
     _, trace_id, span_id, own_flags = root.traceparent.split("-")
     assert (trace_id, own_flags) == (TRACE, "01" if goes_out else "00")
     made.record(SpanName.PLACE, root.traceparent, (1, 2), {})
@@ -159,13 +159,13 @@ def test_a_share_of_the_traces_that_begin_here_is_sampled(ratio: float) -> None:
 
 def test_what_was_not_sampled_is_exported_once_it_is_wanted_and_so_is_what_follows() -> None:
     made, spans = telemetry(ratio=0.0)
-    root, other = made.start("POST /x"), made.start("POST /x")
+    root, other = made.begin_span("POST /x"), made.begin_span("POST /x")
     for one in (root, other):
         made.record(SpanName.PLACE, one.traceparent, (1, 2), {})
     other.end()
     assert not spans
-    made.keep(trace_id_of(root.traceparent))
-    made.keep(trace_id_of(root.traceparent))
+    made.keep_trace(trace_id_of(root.traceparent))
+    made.keep_trace(trace_id_of(root.traceparent))
     assert [span.name for span in spans] == [SpanName.PLACE]
     root.end()
     assert [span.name for span in spans] == [SpanName.PLACE, "POST /x"]
@@ -175,9 +175,9 @@ def test_what_was_not_sampled_is_exported_once_it_is_wanted_and_so_is_what_follo
 def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace() -> None:
     ring, trace_ids = Ring(max_spans=4, max_kept=2), range(1, 11)
     for trace_id in trace_ids:
-        ring.add(ReadableSpan("place", SpanContext(trace_id, 1, is_remote=False)))
+        ring.append(ReadableSpan("place", SpanContext(trace_id, 1, is_remote=False)))
     assert len(ring) == 4
-    assert [len(ring.keep(trace_id)) for trace_id in trace_ids] == [0] * 6 + [1] * 4
+    assert [len(ring.keep_trace(trace_id)) for trace_id in trace_ids] == [0] * 6 + [1] * 4
     assert len(ring) == 0
     assert [ring.is_kept(trace_id) for trace_id in trace_ids] == [False] * 8 + [True] * 2
 
@@ -299,7 +299,7 @@ def test_a_trace_is_kept_for_a_reason(
     def keep(trace_id: str, reason: str) -> bool:
         asked.append((trace_id, reason))
         if has_room:
-            made.keep(trace_id)
+            made.keep_trace(trace_id)
         return has_room
 
     observer = observer_of(made, Metrics(), keep)
@@ -371,7 +371,7 @@ def test_a_transfer_has_a_name_before_it_has_a_parent() -> None:
     made, spans = telemetry()
     span = TransferSpan(made, WorkerId("store-0"), "")
     assert span.story == span.stats.traceparent
-    span.end({Key.NUM_BLOCKS: 0}, ReadEnd.REFUSED, "nobody answered")
+    span.finished({Key.NUM_BLOCKS: 0}, ReadEnd.REFUSED, "nobody answered")
     transfer, wait = spans
     assert (transfer.parent_id, wait.parent_id) == ("", transfer.span_id)
     assert (wait.name, wait.error) == (SpanName.KV_LEASE_WAIT, "nobody answered")

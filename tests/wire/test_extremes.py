@@ -23,7 +23,7 @@ from services.gateway.fleet import Fleet
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import PlaceGranted, Submitted, TokensReceived
 from services.prefill.core import PrefillCore
-from services.presence import Hearing
+from services.presence import FailureDetector
 from services.scheduler.core import SchedulerCore
 from services.times import DirectoryTimes, PresenceTimes
 from services.worker.core.attempts import AttemptTimes
@@ -108,7 +108,7 @@ def test_the_scheduler(heard: list[Any], asked: Any, located: Any, policy: str) 
     asked = msgspec.structs.replace(asked, deadline_ms=NOW + 1)
     for _ in range(2):
         encode(core.place(asked, NOW, located.holders))
-    encode(core.describe(NOW))
+    encode(core.describe_fleet(NOW))
     core.tick(NOW)
     core.tick(2**60)
 
@@ -186,13 +186,13 @@ def test_a_store(heard: list[Any]) -> None:
     st.lists(messages(request.TokensEmitted), max_size=4),
 )
 def test_a_gateway(heard: list[Any], placement: Any, emitted: list[Any]) -> None:
-    hearing = Hearing(PresenceTimes())
-    fleet = Fleet(hearing, MeshConfig())
-    core = RequestCore(RequestId("r"), 5, MeshConfig(), hearing)
+    detector = FailureDetector(PresenceTimes())
+    fleet = Fleet(detector, MeshConfig())
+    core = RequestCore(RequestId("r"), 5, MeshConfig(), detector)
     core.handle(Submitted(), NOW)
     core.handle(PlaceGranted(1, placement), NOW)
     for message in heard:
-        for lost in fleet.handle(message, NOW):
+        for lost in fleet.apply(message, NOW):
             core.handle(lost, NOW)
     fleet.block_counts(NOW)
     for message in emitted:

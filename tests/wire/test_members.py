@@ -54,7 +54,7 @@ class Place(NamedTuple):
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     MeshKeys.fresh().create(tmp_path / "keys", DAY_S)
-    broker = EmbeddedNats.start(None, tmp_path / "broker", f"include ../keys/{BROKER_FILE}")
+    broker = EmbeddedNats.launch(None, tmp_path / "broker", f"include ../keys/{BROKER_FILE}")
     yield Place(tmp_path / "keys", broker)
     broker.stop()
 

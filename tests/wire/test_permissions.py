@@ -33,7 +33,7 @@ def keys() -> MeshKeys:
 
 @pytest.fixture(scope="module")
 def url(keys: MeshKeys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedNats.start(None, tmp_path_factory.mktemp("closed"), keys.broker_config)
+    server = EmbeddedNats.launch(None, tmp_path_factory.mktemp("closed"), keys.broker_config)
     yield server.url
     server.stop()
 
@@ -67,7 +67,7 @@ async def test_another_mesh_s_key_and_one_that_has_expired_are_one_line(url: str
 
 async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshKeys) -> None:
     async with (
-        Member.join(url, identity_of(keys, Role.GATEWAY, "g")) as asker,
+        Member.join(url, identity_of(keys, Role.GATEWAY, "g")) as requester,
         Member.join(url, identity_of(keys, Role.HOLDER, "w")) as holder,
         Member.join(url, identity_of(keys, Role.OBSERVER, "o")) as observer,
         Member.join(url, identity_of(keys, Role.OPERATOR, "p")) as operator,
@@ -81,7 +81,7 @@ async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshK
                 await curious.settle()
                 assert curious.denied, pattern
         await holder.settle()
-        asking = asyncio.create_task(asker.client.request(subject, b"", timeout=20))
+        asking = asyncio.create_task(requester.client.request(subject, b"", timeout=20))
         question = await questions.next_msg(20)
         reply_to.append(question.reply)
         await question.respond(b"once")
@@ -129,12 +129,12 @@ async def test_a_reply_is_led_nowhere_but_to_who_may_ask(url: str, keys: MeshKey
 
 
 def test_no_reply_is_what_its_asker_may_not_say() -> None:
-    """As whoever answers may say it there, and a reply goes where the asker wants."""
+    """As whoever answers may say it there, and a reply goes where the requester wants."""
     for subject in SUBJECTS:
         for other in SUBJECTS:
             if other.carries in subject.reply:
                 assert {grant.role for grant in subject.said_by} <= {grant.role for grant in other.said_by}, (
-                    f"{subject.pattern} is answered by {other.carries.__name__}, which its asker may not say"
+                    f"{subject.pattern} is answered by {other.carries.__name__}, which its requester may not say"
                 )
 
 
@@ -190,7 +190,7 @@ def test_every_role_says_something_and_no_role_says_all() -> None:
 
 def test_key_files_are_their_owner_s_only(tmp_path: Path, keys: MeshKeys) -> None:
     folder = tmp_path / "keys"
-    keys.write(folder)
+    keys.save(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     assert load_role_key(key_file(folder, Role.HOLDER)).role is Role.HOLDER

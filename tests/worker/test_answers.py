@@ -57,9 +57,9 @@ def said(index: int, *token_ids: int, **more: object) -> RequestTokens:
 def test_words_are_given_again_from_any_token_on() -> None:
     answer = SentAnswer()
     report = TransferReport(cached_tokens=3)
-    answer.add(said(4, 40, report=report))
-    answer.add(said(5, 50))
-    answer.add(said(6, 60, finish_reason="stop"))
+    answer.extend(said(4, 40, report=report))
+    answer.extend(said(5, 50))
+    answer.extend(said(6, 60, finish_reason="stop"))
     for index, start, tokens in [(0, 4, [40, 50, 60]), (5, 5, [50, 60]), (7, 7, []), (9, 7, [])]:
         again = answer.since(KEY, index)
         assert again is not None and again.index == start and unpack_tokens(again.tokens) == tokens
@@ -69,14 +69,14 @@ def test_words_are_given_again_from_any_token_on() -> None:
 def test_nothing_new_is_none() -> None:
     answer = SentAnswer()
     assert answer.is_empty and answer.since(KEY, 0) is None
-    answer.add(said(0, 1))
+    answer.extend(said(0, 1))
     assert answer.since(KEY, 1) is None and not answer.is_empty
 
 
 def test_a_failure_after_tokens_is_told_with_them() -> None:
     answer = SentAnswer()
-    answer.add(said(0, 1, 2))
-    answer.add(said(0, failure=RequestFailure(code=AttemptFailure.DRAINING, detail="", retryable=True)))
+    answer.extend(said(0, 1, 2))
+    answer.extend(said(0, failure=RequestFailure(code=AttemptFailure.DRAINING, detail="", retryable=True)))
     again = answer.since(KEY, 1)
     assert again is not None and unpack_tokens(again.tokens) == [2] and again.failure is not None
 
@@ -101,7 +101,7 @@ def test_only_so_many_ended_answers_are_kept() -> None:
     keys = [(RequestId(f"r{number}"), 1) for number in range(4)]
     for number, key in enumerate(keys):
         answer = SentAnswer()
-        answer.add(said(0, 1))
+        answer.extend(said(0, 1))
         past.ended(key, answer, number)
     assert [past.answer(key) is not None for key in keys] == [False, False, True, True]
     assert [key in past for key in keys] == [False, False, True, True]
@@ -251,8 +251,8 @@ def test_logarithms_are_given_again_with_their_tokens() -> None:
     answer = SentAnswer()
     first, second = TokenLogprob(-0.5, ((7, -0.5),)), TokenLogprob(-1.5, ((3, -0.25),))
     of_prompt = pack_logprobs([TokenLogprob(-2.0)])
-    answer.add(said(0, 7, logprobs=pack_logprobs([first]), prompt_logprobs=of_prompt))
-    answer.add(said(1, 9, logprobs=pack_logprobs([second])))
+    answer.extend(said(0, 7, logprobs=pack_logprobs([first]), prompt_logprobs=of_prompt))
+    answer.extend(said(1, 9, logprobs=pack_logprobs([second])))
     again, later = answer.since(KEY, 0), answer.since(KEY, 1)
     assert again is not None and again.logprobs == pack_logprobs([first, second]) and again.prompt_logprobs == of_prompt
     assert later is not None and later.logprobs == pack_logprobs([second]) and later.prompt_logprobs is None
@@ -280,8 +280,8 @@ async def test_what_one_step_says_is_as_many_messages_as_the_broker_needs() -> N
 def test_what_is_asked_for_again_comes_in_parts_and_ends_with_the_last() -> None:
     answer = SentAnswer()
     logprobs = [TokenLogprob(-1.0, ((1, -1.0), (2, -2.0)))] * 4_000
-    answer.add(said(0, *range(4_000), logprobs=pack_logprobs(logprobs)))
-    answer.add(said(4_000, finish_reason="length"))
+    answer.extend(said(0, *range(4_000), logprobs=pack_logprobs(logprobs)))
+    answer.extend(said(4_000, finish_reason="length"))
     found: list[int] = []
     while True:
         part = answer.since(KEY, len(found), MIN_PAYLOAD_BYTES)

@@ -39,7 +39,7 @@ def leases() -> LeaseTable:
 
 def refusal(table: LeaseTable, epoch: int, reader: WorkerId = READER, now_ms: int = 0, tenant: str = "") -> str:
     with pytest.raises(LeaseRefusedError) as raised:
-        table.check(ticket(epoch, reader, tenant), "i", now_ms)
+        table.lease_of(ticket(epoch, reader, tenant), "i", now_ms)
     assert raised.value.lease_id == LEASE
     return raised.value.reason
 
@@ -48,7 +48,7 @@ def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
     table = leases()
     assert refusal(table, 1) == "unknown"
     lease = grant(table)
-    assert table.check(ticket(lease.epoch), "i", 99) is lease
+    assert table.lease_of(ticket(lease.epoch), "i", 99) is lease
     assert lease.is_valid(99)
     assert refusal(table, lease.epoch, now_ms=100) == "expired"
     assert not lease.is_valid(100)
@@ -103,7 +103,7 @@ def test_renew_never_shortens_and_revives_nothing() -> None:
     assert lease.expires_at_ms == 100
     table.renew(lease, 95, 10)
     assert lease.expires_at_ms == 105
-    assert table.check(ticket(lease.epoch), "i", 104) is lease
+    assert table.lease_of(ticket(lease.epoch), "i", 104) is lease
     table.expire(105)
     table.renew(lease, 105, 10)
     assert lease.expires_at_ms == 105 and refusal(table, lease.epoch) == "unknown"
@@ -146,7 +146,7 @@ def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
     )
     assert table.num_leased_blocks == 9 + 2
     assert (lease.first_token, lease.num_tokens) == (64, 140)
-    assert table.check(ticket(lease.epoch), "i", 0).tables == (BlockTable((Segment(3, 9),)), ring)
+    assert table.lease_of(ticket(lease.epoch), "i", 0).tables == (BlockTable((Segment(3, 9),)), ring)
 
 
 def test_a_lease_is_read_for_its_tenant() -> None:
@@ -163,7 +163,7 @@ def test_a_lease_is_read_for_its_tenant() -> None:
         expires_at_ms=100,
         tenant="acme",
     )
-    assert table.check(ticket(lease.epoch, tenant="acme"), "i", 0) is lease
+    assert table.lease_of(ticket(lease.epoch, tenant="acme"), "i", 0) is lease
     for other in ("", "other"):
         assert refusal(table, lease.epoch, tenant=other) == "tenant"
 
@@ -176,7 +176,7 @@ def test_a_ticket_is_compared_whole(field: str, value: object) -> None:
     table = leases()
     lease = grant(table)
     with pytest.raises(LeaseRefusedError) as raised:
-        table.check(ticket(lease.epoch, **{field: value}), "i", 0)
+        table.lease_of(ticket(lease.epoch, **{field: value}), "i", 0)
     assert raised.value.reason == field
 
 
@@ -187,6 +187,6 @@ def test_what_a_former_life_has_signed_opens_nothing() -> None:
     assert (old.lease_id, old.epoch) == (new.lease_id, new.epoch)
     for incarnation, reason in (("first", "incarnation"), ("second", "nonce")):
         with pytest.raises(LeaseRefusedError) as raised:
-            after.check(old.ticket(incarnation), "second", 0)
+            after.lease_of(old.ticket(incarnation), "second", 0)
         assert raised.value.reason == reason
-    assert after.check(new.ticket("second"), "second", 0) is new
+    assert after.lease_of(new.ticket("second"), "second", 0) is new

@@ -51,5 +51,5 @@ def test_who_begins_anew_reads_what_is_there_now() -> None:
         ledger.events(ContentChanges(stored=HASHES[:number]))
         page = ledger.inventory(lambda: [("arena", HASHES * 1_000)], 0, MIN_PAYLOAD_BYTES)
         assert page.sequence == number and page.next_offset is not None
-    ledger.begin("b")
+    ledger.renew("b")
     assert ledger.inventory(lambda: [("arena", HASHES)], page.next_offset or 0).sequence == 0

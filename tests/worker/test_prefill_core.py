@@ -104,7 +104,7 @@ def test_a_hand_over_in_whole_blocks_ends_at_a_border(num_tokens: int, num_padde
     assert len(sequence.token_ids) == sequence.num_prompt_tokens == num_tokens
     finished = one(bench.computed(one(actions, Submit)), FinishLease).lease
     finished.progress.advance(0, num_padded)
-    finished.progress.finish()
+    finished.progress.complete()
     bench.hear(case.landed(), 20)
     bench.assert_empty()
 

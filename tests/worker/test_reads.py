@@ -180,7 +180,7 @@ async def test_a_read_whose_lease_is_refused_ends_with_the_reason_and_is_recorde
         reads.on_event = lambda event: ended.put_nowait(event) if isinstance(event, ReadEnded) else None
         reads.record = lambda finished: recorded.append(finished.ended)
         read = wanted_read()
-        reads.start(read)
+        reads.begin_read(read)
         event = await ended.get()
         assert event.read is read and event.refusal == RefusalReason.GONE and event.outcome.num_landed_tokens == 0
         assert recorded == [event]
@@ -195,12 +195,12 @@ async def test_every_read_that_was_started_ends_once_however_it_is_stopped() -> 
         ended: list[KVRead] = []
         reads.on_event = lambda event: ended.append(event.read)
         before, waiting, late = wanted_read(), wanted_read(), wanted_read()
-        reads.start(waiting)
+        reads.begin_read(waiting)
         await holder.asked.wait()
-        reads.start(before)
-        reads.stop(before)
+        reads.begin_read(before)
+        reads.end_reads(before)
         await reads.close()
-        reads.start(late)
+        reads.begin_read(late)
         await asyncio.sleep(0)
         assert {id(read) for read in ended} == {id(read) for read in (before, waiting, late)} and len(ended) == 3
         holder.answers.set()
@@ -223,7 +223,7 @@ async def test_a_read_has_ended_before_its_lease_is_given_back() -> None:
         ended: asyncio.Queue[ReadStarted | ReadEnded] = asyncio.Queue()
         reads.on_event = ended.put_nowait
         holder.answers.set()
-        reads.start(wanted_read())  # it breaks: there is nobody who reads
+        reads.begin_read(wanted_read())  # it breaks: there is nobody who reads
         event = await ended.get()
         assert isinstance(event, ReadEnded) and event.end is ReadEnd.OTHER and holder.returned.empty()
         takes.set()
@@ -298,7 +298,7 @@ async def test_what_is_still_computed_is_asked_for_again(
         ended: asyncio.Future[ReadEnded] = asyncio.get_running_loop().create_future()
         reads.on_event = lambda event: ended.set_result(cast("ReadEnded", event))
         read = wanted()
-        reads.start(read)
+        reads.begin_read(read)
         event = await ended
         assert event.end is end and event.outcome.num_landed_tokens == num_landed * BLOCK_SIZE
         assert event.outcome.num_bytes == (10 * (num_landed - 2) if num_landed else 0)
@@ -317,7 +317,7 @@ async def test_a_holder_that_says_it_comes_for_ever_is_given_up() -> None:
         )  # fmt: skip
         ended: asyncio.Future[ReadEnded] = asyncio.get_running_loop().create_future()
         reads.on_event = lambda event: ended.set_result(cast("ReadEnded", event))
-        reads.start(wanted(now_ms() + 400))
+        reads.begin_read(wanted(now_ms() + 400))
         event = await ended
         assert event.end is ReadEnd.COMING and event.refusal is RefusalReason.COMING
 

@@ -186,7 +186,7 @@ async def test_a_worker_that_leaves_gives_away_what_was_asked_for_most(
 ) -> None:
     """And where no directory says what that is, what it has used last. There is room in the budget for one of two."""
     if not has_directory:
-        monkeypatch.setattr(directory.Directory, "_tell_heat", lambda *_: asyncio.sleep(60))
+        monkeypatch.setattr(directory.Directory, "_answer_heat", lambda *_: asyncio.sleep(60))
     stop, num_blocks = asyncio.Event(), 10
     hot, last = prompt_of(8, num_blocks * BLOCK + 1), prompt_of(9, num_blocks * BLOCK + 1)
     async with one_process_mesh(*fleet(), stops={D0: stop}, leave_bytes=num_blocks * LAYOUT.block_bytes) as client:

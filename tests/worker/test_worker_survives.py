@@ -241,7 +241,7 @@ async def give_back(client: Client, lease: LeaseGranted | Refused) -> None:
 
 async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     stop, is_stopping, may_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    stop_engine = EngineFeed.stop
+    stop_engine = EngineFeed.stop_engine
 
     def stop_later(self: EngineFeed) -> None:
         is_stopping.set()
@@ -249,7 +249,7 @@ async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatc
             time.sleep(0.01)
         stop_engine(self)
 
-    monkeypatch.setattr(EngineFeed, "stop", stop_later)
+    monkeypatch.setattr(EngineFeed, "stop_engine", stop_later)
     async with two_workers(stops={"d-0": stop}) as client:
         await client.complete("r0", PROMPT, SamplingParams(max_tokens=1, temperature=0.0), route=Route(WorkerId("d-0")))
         early = await ask_lease(client, PROMPT)
@@ -363,7 +363,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
     """It may still write to its blocks: nobody else may have them."""
     decided: list[Event] = []
     workers: list[Worker] = []
-    start = Worker.start
+    start = Worker.begin_serving
 
     async def start_stuck(self: Worker, tasks: asyncio.TaskGroup) -> None:
         await start(self, tasks)
@@ -373,7 +373,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
         with pytest.raises(EngineStoppedError, match="a read of p-0"):
             self.step(DrainBegun(), "drain")
 
-    monkeypatch.setattr(Worker, "start", start_stuck)
+    monkeypatch.setattr(Worker, "begin_serving", start_stuck)
     running = run_worker(
         make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
     )

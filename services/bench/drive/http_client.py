@@ -105,7 +105,7 @@ class Client:
                     events.fail(await response.aread())
                 async for line in response.aiter_lines():
                     if line.startswith(DATA + "{"):
-                        events.feed(line[len(DATA) :].encode(), (time.perf_counter() - started) * 1e3)
+                        events.add_event(line[len(DATA) :].encode(), (time.perf_counter() - started) * 1e3)
         except httpx.HTTPError as error:
             raise RequestFailedError(f"a request to {self._url} failed: {error or type(error).__name__}") from error
         return events.completion((time.perf_counter() - started) * 1e3)
@@ -119,7 +119,7 @@ class EventTimes:
         self._token_ids: list[int] = []
         self._usage: ReportedUsage | None = None
 
-    def feed(self, data: bytes, at_ms: float) -> None:
+    def add_event(self, data: bytes, at_ms: float) -> None:
         """Add one event. Raises RequestFailedError for an error, and for an event that does not decode."""
         try:
             chunk = _chunks.decode(data)

@@ -137,7 +137,7 @@ def rotated(names: Iterable[str], turn: int) -> list[str]:
 async def _mesh(options: UpOptions, run_dir: Path) -> AsyncGenerator[Supervisor]:
     supervisor = Supervisor(options, run_dir)
     try:
-        await supervisor.start()
+        await supervisor.start_all()
         yield supervisor
     finally:
-        await supervisor.stop()
+        await supervisor.stop_all()

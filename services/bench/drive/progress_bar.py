@@ -33,14 +33,14 @@ def progress(
 
     ended, started = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def show() -> None:
         wait_s = first_line_s
         while not ended.wait(wait_s):
             share = f"{num_done} of {total}, " if total else ""
             sys.stderr.write(f"{what}: {share}{time.monotonic() - started:.0f} s\n")
             wait_s = interval_s
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller = threading.Thread(target=show, name="progress", daemon=True)
     teller.start()
     try:
         yield advance

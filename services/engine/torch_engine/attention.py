@@ -51,14 +51,14 @@ class KVTensors:
     def __init__(self, shape: ArenaShape, buffer: memoryview | Tensor) -> None:
         """`buffer`: the arena's bytes, on a card as a tensor (uint8)."""
         layout = shape.layout
-        if buffer.nbytes < shape.num_bytes:
-            raise ValueError(f"{shape.num_blocks} blocks need {shape.num_bytes} bytes, the arena has {buffer.nbytes}")
+        if buffer.nbytes < shape.arena_bytes:
+            raise ValueError(f"{shape.num_blocks} blocks need {shape.arena_bytes} bytes, the arena has {buffer.nbytes}")
         dtype = cast(torch.dtype, getattr(torch, layout.dtype))
         if isinstance(buffer, Tensor):
-            flat = buffer[: shape.num_bytes].view(dtype)
+            flat = buffer[: shape.arena_bytes].view(dtype)
         else:
             # torch.frombuffer holds the object but not its memory: an arena that is closed would be unmapped under it
-            flat = torch.as_tensor(np.frombuffer(buffer, np.uint8, shape.num_bytes)).view(dtype)
+            flat = torch.as_tensor(np.frombuffer(buffer, np.uint8, shape.arena_bytes)).view(dtype)
 
         def view(layer: int, key_or_value: int) -> Tensor:
             num_slots = shape.num_blocks[layout.group_of_layer[layer]] * layout.block_size

@@ -43,7 +43,7 @@ CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 class TransformersEngine:
     """Computes steps with a transformers model and keeps KV in an arena that others may read and write between layers.
 
-    Model and arena are on one device, a `card` or (None) the CPU, where tokens are chosen in either case. `step` may
+    Model and arena are on one device, a `card` or (None) the CPU, where tokens are chosen in either case. `compute` may
     run on any one thread at a time. `close` lets go of the arena's buffer.
     """
 
@@ -65,7 +65,7 @@ class TransformersEngine:
         self._thread: int | None = None
 
     @torch.inference_mode()
-    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+    def compute(self, items: Seq[StepItem]) -> list[Outcome]:
         """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item.
 
         Raises EngineFailedError when the model did not call its attention once a layer, LogitsNotFiniteError when its
@@ -160,7 +160,7 @@ def load_engine(
             TransformersEngine, model, vocab_size=checkpoint.vocab_size, num_threads=num_threads, card=card
         )
         small = check_shape(shape.layout)
-        memory = torch.zeros(small.num_bytes, dtype=torch.uint8, device=arena.device)
+        memory = torch.zeros(small.arena_bytes, dtype=torch.uint8, device=arena.device)
         check_logits(engine_over(KVTensors(small, memory)), model, checkpoint)  # also ends the first call's latency
     return engine_over(arena)
 

@@ -66,7 +66,7 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
             if tracked is not None:
                 block_ids = scheduler_output.kv_connector_block_state.get_block_ids(name)
                 step.append(tracked.plan(starts[name], num_tokens, block_ids))
-        self._link.begin(step, len(scheduler_output.preempted_req_ids or ()))
+        self._link.begin_step(step, len(scheduler_output.preempted_req_ids or ()))
         return StepCopies()
 
     def request_finished_all_groups(
@@ -87,7 +87,7 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
         self._link.attach(layers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._link.load()
+        self._link.copy_in()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All is loaded by now."""

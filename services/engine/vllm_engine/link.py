@@ -99,7 +99,7 @@ class EngineLink:
         done = (copies for copies in self.step if copies.end == len(copies.tracked.sequence.token_ids))
         return {sequence_name(copies.tracked.sequence) for copies in done}
 
-    def load(self) -> None:
+    def copy_in(self) -> None:
         """Copy in what this step's requests were promised, all layers."""
         for copies in self.step:
             for layer, pair in enumerate(self._pair_of_layer) if any(copies.loads) else ():
@@ -120,7 +120,7 @@ class EngineLink:
             if listener is not None:
                 listener.advance(layer, copies.announced)
 
-    def begin(self, step: list[Copies], num_preempted: int) -> None:
+    def begin_step(self, step: list[Copies], num_preempted: int) -> None:
         """A step is planned."""
         self.step = step
         self.num_preempted = num_preempted

@@ -97,7 +97,7 @@ class InProcess:
         self._engine: Any = engine
         self._link = link
 
-    def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
+    def add_request(self, name: str, sequence: Sequence, num_tokens: int) -> str:
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
@@ -121,7 +121,7 @@ class InProcess:
     def abort(self, name: str) -> None:
         self._engine.abort_request([name], internal=True)
 
-    def step(self) -> list[Output]:
+    def engine_step(self) -> list[Output]:
         from torch.compiler import set_stance  # noqa: PLC0415
 
         if not any(sequence.wants_prompt_logprobs and not sequence.index for sequence in self._link.sequences.values()):

@@ -50,9 +50,9 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     prompt = [1 + (7919 * at) % 250 for at in range(3 * size + size // 2)]
     blocks = list(range(4))
 
-    first = check.run(prompt[: size + 1], blocks, 0)
+    first = check.compute_token(prompt[: size + 1], blocks, 0)
     heard = _Heard()
-    whole = check.run(prompt, blocks, size, heard)
+    whole = check.compute_token(prompt, blocks, size, heard)
     check.expect((first.copies.start, whole.copies.start), (0, size), "it computed what it should have loaded")
     layers = [*range(link.layout.num_layers)]
     announced = [layer for layer, _ in heard.announced], set(heard.announced[-len(layers) :])
@@ -61,12 +61,12 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     check.expect(link.saved_is_intact(), True, "blocks changed after they were saved")
 
     tokens = [*prompt, whole.token]
-    after = check.run(tokens, blocks, len(prompt))
+    after = check.compute_token(tokens, blocks, len(prompt))
     check.expect((after.copies.start, after.copies.end), (len(prompt), len(tokens)), "it did not go on behind a prompt")
-    other = check.run(tokens, [6, 4, 5, 7], 0)
+    other = check.compute_token(tokens, [6, 4, 5, 7], 0)
     check.close(after.logits, other.logits, "what it computes from loaded blocks is not what it computes by itself")
     with link.confused(blocks[2], blocks[0]):
-        confused = check.run(tokens, blocks, len(prompt))
+        confused = check.compute_token(tokens, blocks, len(prompt))
     check.expect(np.array_equal(confused.logits, after.logits), False, "it does not read the blocks that it loads")
     engine.forget_blocks()
 
@@ -87,7 +87,9 @@ class _Check:
         self._link = link
         self._count = 0
 
-    def run(self, tokens: list[int], blocks: list[int], num_present: int, listener: _Heard | None = None) -> _Ran:
+    def compute_token(
+        self, tokens: list[int], blocks: list[int], num_present: int, listener: _Heard | None = None
+    ) -> _Ran:
         """Compute one token behind `tokens`, of which `num_present` have their KV in these blocks."""
         self._engine.forget_blocks()
         self._count += 1
@@ -102,7 +104,7 @@ class _Check:
         self._steps.add(sequence)
         copies: list[Copies] = []
         while sequence.num_local_tokens == 0:
-            self._steps.step()
+            self._steps.run_step()
             copies += self._link.step
         self._link.on_logits = None
         return _Ran(sequence.token_ids[-1], seen[-1][0], copies[0], len(copies))

@@ -37,7 +37,7 @@ class Output(Protocol):
 class LocalEngine(Protocol):
     """vLLM's engine in this process, as `loading.py` makes it."""
 
-    def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
+    def add_request(self, name: str, sequence: Sequence, num_tokens: int) -> str:
         """Add a request for at most `num_tokens` tokens; return vLLM's own name for it."""
         ...
 
@@ -45,7 +45,7 @@ class LocalEngine(Protocol):
         """End a request by vLLM's name. No hook names it any more when this returns."""
         ...
 
-    def step(self) -> list[Output]: ...
+    def engine_step(self) -> list[Output]: ...
     def close(self) -> None: ...
 
 
@@ -93,7 +93,7 @@ class VllmSteps:
             raise InvalidSequenceError(f"{key} is in the engine already")
         ours = sequence_name(sequence)
         try:
-            theirs = self._engine.add(ours, sequence, num_tokens_left(sequence, self._context_length))
+            theirs = self._engine.add_request(ours, sequence, num_tokens_left(sequence, self._context_length))
         except ValueError as error:
             raise InvalidSequenceError(f"vLLM does not take {ours}: {error}") from error
         self._link.tracked[theirs] = TrackedSequence(sequence, self.layout, self._link.group_pairs)
@@ -121,13 +121,13 @@ class VllmSteps:
             num_uncomputed_tokens=sum(sequence.num_uncomputed_tokens for sequence in prefill),
         )
 
-    def step(self) -> StepResult | None:
+    def run_step(self) -> StepResult | None:
         if not self._names:
             return None
         started_ns = time.monotonic_ns()
         try:
-            self._link.begin([], 0)
-            return self._result(self._engine.step(), started_ns)
+            self._link.begin_step([], 0)
+            return self._result(self._engine.engine_step(), started_ns)
         except Exception as error:
             lost = EngineLostError(f"vLLM failed: {type(error).__name__}: {error}")
             raise StepFailedError(self.clear(), lost) from error

@@ -97,7 +97,7 @@ class Answer:
         self._opening = self._call.style.begin() if self._call.options.stream else b""
         while num_open:
             events = b""
-            items = await (self._take_or_comment(send) if self._call.options.stream else self._mailbox.take())
+            items = await (self._take_or_comment(send) if self._call.options.stream else self._mailbox.collect())
             for number, output in items:
                 match self._settle(number, output):
                     case Deliver() as tokens:
@@ -121,7 +121,7 @@ class Answer:
         while True:
             try:
                 async with asyncio.timeout_at(self._silent_until_s):
-                    return await self._mailbox.take()
+                    return await self._mailbox.collect()
             except TimeoutError:
                 await (self._send_events(send, KEEP_ALIVE) if self._status else self._begin_stream(send))
 

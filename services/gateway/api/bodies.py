@@ -47,7 +47,7 @@ class Bodies:
         self._turn = Turn("other long prompts are being read", self.times.turn_s)
 
     @contextlib.asynccontextmanager
-    async def read(
+    async def read_body(
         self, request: Request[object, object, State], timeout_s: float, tenant: str, max_bytes: int
     ) -> AsyncGenerator[bytes]:
         """Read a body of `max_bytes` at most, which counts until the block ends.

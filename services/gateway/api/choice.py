@@ -55,11 +55,11 @@ class Choice:
         self.logprobs += output.logprobs
         if self.splitter is None:
             shown = [token for token in output.tokens if token not in self.hidden_ids]
-            return self._split(self.matcher.feed(self.detokenizer.feed(shown)))
+            return self._split(self.matcher.feed(self.detokenizer.add_tokens(shown)))
         pieces: list[Piece] = []
         for number, token in enumerate(output.tokens, len(self.token_ids) - len(output.tokens) + 1):
             shown = [] if token in self.hidden_ids else [token]
-            found = self._split(self.matcher.feed(self.detokenizer.feed(shown)))
+            found = self._split(self.matcher.feed(self.detokenizer.add_tokens(shown)))
             if any(isinstance(piece, Reasoning) for piece in found):
                 self.num_reasoning = number
             pieces += found
@@ -67,7 +67,7 @@ class Choice:
 
     def finish(self, reason: FinishReason) -> list[Piece]:
         """Return the rest of the text. A stop string that only the rest completes counts as well."""
-        pieces = self._split(self.matcher.feed(self.detokenizer.flush()) + self.matcher.flush())
+        pieces = self._split(self.matcher.feed(self.detokenizer.rest()) + self.matcher.flush())
         if self.splitter is not None:
             pieces += self._noted(self.splitter.finish())
         self.finish_reason = "stop" if self.matcher.matched else reason
@@ -85,7 +85,7 @@ class Choice:
         """There are tokens for an event that is not the last."""
         return any(token not in self.hidden_ids for token in self.token_ids[self.num_sent :])
 
-    def take(self, *, is_last: bool) -> slice:
+    def next_tokens(self, *, is_last: bool) -> slice:
         """Return where among the tokens those are that belong to the next event: a hidden one to the last."""
         end = len(self.token_ids)
         if end > self.num_sent and not is_last and self.token_ids[-1] in self.hidden_ids:

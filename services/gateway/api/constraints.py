@@ -112,7 +112,7 @@ async def check_in_turn(constraint: Constraint, grammars: KeptGrammars, turn: Tu
     if grammars.knows(constraint.grammar):
         return
     try:
-        await turn.work(lambda: check_constraint(constraint, grammars.start), timeout_s)
+        await turn.work(lambda: check_constraint(constraint, grammars.compile), timeout_s)
     except TimeoutError as error:
         message = f"`{constraint.param}` takes over {timeout_s:g} s to understand: simplify it"
         raise InvalidRequestError(message, constraint.param, constraint.code) from error

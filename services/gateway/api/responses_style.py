@@ -270,7 +270,7 @@ class ResponsesStyle:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def _take_logprobs(self, choice: Choice, *, is_last: bool) -> None:
-        part = choice.take(is_last=is_last)
+        part = choice.next_tokens(is_last=is_last)
         if self._options.sampling.logprobs is not None:
             told = self._texts.chat(choice.token_ids[part], choice.logprobs[part])
             self._logprobs += told.content

@@ -271,7 +271,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
         num_prompts = limits.MAX_CHOICES if route is Route.COMPLETIONS else 1
         max_bytes = gateway.model.max_body_bytes(num_prompts)
         timeout_s = gateway.config.gateway.request_timeout_s
-        async with gateway.bodies.read(request, timeout_s, tenant, max_bytes) as body:
+        async with gateway.bodies.read_body(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
             observer = _observer(gateway, request, route)
             call = await _call(gateway, observer, tenant, route, body, must_split=must_split)
@@ -302,7 +302,7 @@ async def _answer(
         tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
         check_json(request.headers)
         max_bytes, timeout_s = gateway.model.max_body_bytes(1), gateway.config.gateway.request_timeout_s
-        async with gateway.bodies.read(request, timeout_s, tenant, max_bytes) as body:
+        async with gateway.bodies.read_body(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
             reply = await gateway.bodies.understand(len(body), lambda: understand(gateway.model, body))
     except InvalidRequestError as error:

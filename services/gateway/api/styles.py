@@ -157,7 +157,7 @@ class ClassicStyle:
     def _chunk(
         self, number: int, choice: Choice, pieces: Sequence[Piece], counts: CountsReply, *, is_last: bool = False
     ) -> bytes:
-        part = self._part(number, choice, pieces, choice.take(is_last=is_last), is_last=is_last)
+        part = self._part(number, choice, pieces, choice.next_tokens(is_last=is_last), is_last=is_last)
         choice.has_begun = True
         usage = counts if self._options.continuous_usage else None if self._options.include_usage else msgspec.UNSET
         return self._event((part,), usage)

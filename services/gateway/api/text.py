@@ -142,8 +142,8 @@ class TextCodec:
 
 
 class Detokenizer:
-    """Turns tokens into text as they come. What `feed` and `flush` return adds up to `decode` of all tokens, exactly,
-    and to `decode_shown` of them where special tokens are shown that the others are not among.
+    """Turns tokens into text as they come. What `add_tokens` and `rest` return adds up to `decode` of all tokens,
+    exactly, and to `decode_shown` of them where special tokens are shown that the others are not among.
 
     Half a UTF-8 character is held back until it is whole. So is a run of byte-fallback tokens until it ends: such a
     run is decoded as a whole or not at all.
@@ -160,11 +160,11 @@ class Detokenizer:
         self._num_returned = 0
         self._returned_text = ""
 
-    def feed(self, token_ids: Sequence[int]) -> str:
+    def add_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the text that is now certain."""
         return "".join([self._feed_one(token_id) for token_id in token_ids if token_id in self._shown_ids])
 
-    def flush(self) -> str:
+    def rest(self) -> str:
         """Return what was held back: the answer has ended."""
         text = self._codec.decode_shown(self._window)[len(self._returned_text) :]
         self._window, self._num_returned, self._returned_text = [], 0, ""

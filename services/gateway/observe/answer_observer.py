@@ -189,9 +189,9 @@ class AnswerObserver:
         self._last_written_s = 0.0
         self._ttft_s: float | None = None
         named = {Key.REQUEST_ID: request_id}
-        self._root = telemetry.start(f"POST {route}", parent, named, server=True)
+        self._root = telemetry.begin_span(f"POST {route}", parent, named, server=True)
         self.trace = self._root.traceparent
-        self._tokenize = telemetry.start(SpanName.TOKENIZE, self.trace, named, start_ns=self._root.start_ns)
+        self._tokenize = telemetry.begin_span(SpanName.TOKENIZE, self.trace, named, start_ns=self._root.start_ns)
 
     def refused(self, status: int, outcome: str, message: str) -> None:
         """The request has ended before it was understood, or placed."""

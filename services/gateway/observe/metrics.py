@@ -35,7 +35,7 @@ class GatewayMetrics:
         registry.on_sample(self._sample)
 
     def _sample(self) -> None:
-        observed, put = self._observed, self.registry.put
+        observed, put = self._observed, self.registry.set_series
         ages_s = observed.ages_s()
         put(names.RESUMES, {(): observed.num_resumes})
         put(names.PROGRESS_ASKED, {(): observed.num_progress_asked})

@@ -78,7 +78,7 @@ class Stories:
     _is_sending: bool = False
     _num_buffered: int = 0
 
-    def begin(self, live: LiveRequest) -> None:
+    def accepted(self, live: LiveRequest) -> None:
         """A request was accepted."""
         job = live.job
         accepted = RequestAccepted(
@@ -197,7 +197,7 @@ class Stories:
             return RequestDescribed(request_id=request_id, phase="unknown")
 
     async def on_sought(self, received: Received[DescribeRequest]) -> RequestDescribed | None:
-        """Answer another gateway, where the request is one of ours: the asker takes the first answer."""
+        """Answer another gateway, where the request is one of ours: the requester takes the first answer."""
         return self.describe(_request_of(received))
 
     # Sending.

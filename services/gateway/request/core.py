@@ -56,7 +56,7 @@ from services.gateway.request.events import (
     WorkerSilent,
 )
 from services.gateway.request.progress_watch import NEVER_MS, Watch
-from services.presence import Hearing
+from services.presence import FailureDetector
 
 
 class Phase(enum.StrEnum):
@@ -75,7 +75,7 @@ class RequestCore:
     """The state of one request. `handle` and `tick` return what is to be done, in order.
 
     `max_tokens` 1 is never split: there is nothing to decode elsewhere. `must_split`: it fails where the worker that
-    decodes has computed of the prompt what another one was to. `hearing` says when this gateway last heard
+    decodes has computed of the prompt what another one was to. `detector` says when this gateway last heard
     anything at all; it is shared by its requests, and only read here.
     """
 
@@ -84,7 +84,7 @@ class RequestCore:
         request_id: RequestId,
         max_tokens: int,
         config: MeshConfig,
-        hearing: Hearing,
+        detector: FailureDetector,
         *,
         must_split: bool = False,
     ) -> None:
@@ -108,7 +108,7 @@ class RequestCore:
         """`tick` has nothing to do before."""
         self._config = config
         self._times = config.times.gateway
-        self._hearing = hearing
+        self._detector = detector
         self._must_split = must_split
         self._excluded: list[WorkerId] = []
         self._moved_from: KVSource | None = None
@@ -199,9 +199,9 @@ class RequestCore:
         self._waiting_since_ms = self._waiting_since_ms or now_ms
         gateway = self._config.gateway
         limit_ms = round(1000 * (gateway.resume_wait_s if self._is_under_way else gateway.place_wait_s))
-        if self._hearing.is_deaf(now_ms):
+        if self._detector.is_deaf(now_ms):
             limit_ms += self._times.deaf_wait_ms
-        if now_ms - max(self._waiting_since_ms, self._hearing.since_ms) >= limit_ms:
+        if now_ms - max(self._waiting_since_ms, self._detector.since_ms) >= limit_ms:
             return self._end("", fail)
         self.phase = Phase.WAITING
         self.wake_ms = now_ms + min(max(pause_ms, self._times.pause_min_ms), self._times.pause_max_ms)
@@ -214,7 +214,7 @@ class RequestCore:
         self.wake_ms = 0
         match event:
             case WorkerAccepted():
-                self._watch.hear(worker_id, now_ms)
+                self._watch.seen(worker_id, now_ms)
                 return []
             case ProgressAnswered():
                 return self._progress(event, now_ms)
@@ -240,7 +240,7 @@ class RequestCore:
         worker_id = event.worker_id
         self._watch.end_question(worker_id)
         if event.outcome is ProgressOutcome.KNOWN:
-            self._watch.hear(worker_id, now_ms, is_waiting=event.is_waiting)
+            self._watch.seen(worker_id, now_ms, is_waiting=event.is_waiting)
         if not self._needs(worker_id):
             return []
         if event.outcome is ProgressOutcome.UNKNOWN:
@@ -267,7 +267,7 @@ class RequestCore:
         self._heard_decode = False
         self._finish_reason: FinishReason | None = None
         self._num_final_tokens = 0
-        self._watch = Watch(self._config, self._hearing, (), 0)
+        self._watch = Watch(self._config, self._detector, (), 0)
 
     def _ask_placement(self) -> AskPlacement:
         return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered, self._moved_from)
@@ -278,7 +278,7 @@ class RequestCore:
         sources, replica = placement.sources, placement.replica
         self.prefill_worker = prefill
         self.decode_worker = decode = placement.decode_worker if self.max_tokens - answered > 1 else None
-        self._watch = Watch(self._config, self._hearing, (prefill,) if decode is None else (prefill, decode), now_ms)
+        self._watch = Watch(self._config, self._detector, (prefill,) if decode is None else (prefill, decode), now_ms)
         self.wake_ms = 0
         if decode is None:
             return [SendRun(self.attempt, prefill, None, None, sources, answered, replica)]
@@ -298,7 +298,7 @@ class RequestCore:
         )
 
     def _receive(self, event: TokensReceived, now_ms: int) -> list[Action]:
-        self._watch.hear(event.worker_id, now_ms)
+        self._watch.seen(event.worker_id, now_ms)
         if event.report is not None and self.num_answered == 0:
             if event.report.is_prefill:
                 self.prefill_report = event.report

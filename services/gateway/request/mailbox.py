@@ -28,7 +28,7 @@ class Mailbox:
             outputs.append(output)
         self._filled.set()
 
-    async def take(self) -> list[tuple[int, Output]]:
+    async def collect(self) -> list[tuple[int, Output]]:
         """Return all there is, at least one."""
         await self._filled.wait()
         self._filled.clear()

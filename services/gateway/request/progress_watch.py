@@ -12,7 +12,7 @@ from typing import NamedTuple
 from schemas.ids import WorkerId
 from services.config import MeshConfig
 from services.gateway.limits import WAITING_ROUNDS
-from services.presence import Hearing, Peer
+from services.presence import FailureDetector, Peer
 
 NEVER_MS = 2**62
 
@@ -42,19 +42,19 @@ class _Worker:
 class Watch:
     """The watch over one attempt."""
 
-    def __init__(self, config: MeshConfig, hearing: Hearing, workers: Sequence[WorkerId], now_ms: int) -> None:
+    def __init__(self, config: MeshConfig, detector: FailureDetector, workers: Sequence[WorkerId], now_ms: int) -> None:
         self._config = config.gateway
         self._times = config.times
-        self._hearing = hearing
+        self._detector = detector
         self._workers = {worker_id: _Worker(Peer(now_ms)) for worker_id in workers}
         self._gap: int | None = None
         """The token that is missing while later ones are here."""
         self._gap_ms = 0
 
-    def hear(self, worker_id: WorkerId, now_ms: int, *, is_waiting: bool = False) -> None:
+    def seen(self, worker_id: WorkerId, now_ms: int, *, is_waiting: bool = False) -> None:
         """Take note of a sign of a worker that has the attempt."""
         if worker := self._workers.get(worker_id):
-            worker.peer.hear(now_ms)
+            worker.peer.seen(now_ms)
             worker.may_be_asked, worker.is_waiting = True, is_waiting
 
     def end_accept_wait(self, worker_id: WorkerId) -> None:
@@ -76,7 +76,7 @@ class Watch:
     def is_dead(self, worker_id: WorkerId, now_ms: int) -> bool:
         """Nobody serves a worker's questions: say whether it is the second time."""
         worker = self._workers.get(worker_id)
-        return worker is not None and worker.peer.is_gone(worker.asked_ms, self._hearing, now_ms)
+        return worker is not None and worker.peer.is_gone(worker.asked_ms, self._detector, now_ms)
 
     def look(self, needed: Sequence[WorkerId], now_ms: int) -> Look:
         """Return what the time makes necessary for the needed workers. Those to be asked count as asked."""
@@ -89,9 +89,9 @@ class Watch:
             if worker.may_be_asked:
                 # And for so long before it is lost: it must have been asked for long enough.
                 silent_ms = self._config.worker_silent_ms + quiet_ms - self._config.progress_after_ms
-                if self._hearing.is_silent(worker.peer.heard_ms, silent_ms, now_ms):
+                if self._detector.is_silent(worker.peer.heard_ms, silent_ms, now_ms):
                     return Look(silent=worker_id)
-                next_ms = min(next_ms, max(worker.peer.heard_ms, self._hearing.since_ms) + silent_ms)
+                next_ms = min(next_ms, max(worker.peer.heard_ms, self._detector.since_ms) + silent_ms)
             if (due_ms := self._due_ms(worker, quiet_ms)) <= now_ms:
                 worker.is_asked, worker.is_urgent, worker.asked_ms = True, False, now_ms
                 asked.append(worker_id)
@@ -107,7 +107,7 @@ class Watch:
             return 0
         if worker.peer.unserved_ms is not None:
             return worker.peer.unserved_ms + self._times.presence.unserved_gap_ms
-        if worker.asked_ms > worker.peer.heard_ms:  # in vain
+        if worker.asked_ms > worker.peer.heard_ms:  # no answer has come
             quiet_ms = self._config.progress_after_ms
         due_ms = max(worker.peer.heard_ms, worker.asked_ms) + quiet_ms
         if self._gap is None:

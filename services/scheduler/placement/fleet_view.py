@@ -89,28 +89,28 @@ class FleetView:
         worker = self.workers.get(incarnation[0])
         return worker is not None and worker.info.incarnation == incarnation[1]
 
-    def join(self, info: WorkerInfo) -> KnownWorker:
+    def add_worker(self, info: WorkerInfo) -> KnownWorker:
         """Return a worker that has just become known."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
         worker = self.workers[info.worker_id] = self._by_slot[slot] = KnownWorker(info, idle(info), slot)
         self._slots[info.worker_id] = slot
-        self._pairs.join(slot, info.worker_id)
+        self._pairs.add_source(slot, info.worker_id)
         self._write(worker)
         self._regroup()
         return worker
 
-    def hear(self, load: WorkerLoad, now_ms: int) -> None:
+    def note_load(self, load: WorkerLoad, now_ms: int) -> None:
         """Note what a known worker reports of itself."""
         worker = self.workers[load.worker.worker_id]
         was_draining, before = worker.is_draining, worker.load.rates
-        worker.hear(load)
+        worker.observe(load)
         self._write(worker)
         if load.rates.prefill != before.prefill:
-            self._speeds.hear(worker.slot, load.rates.prefill)
+            self._speeds.observe(worker.slot, load.rates.prefill)
         if load.rates.transfers != before.transfers:
-            self._pairs.hear(worker.slot, load.rates.transfers, now_ms)
+            self._pairs.observe(worker.slot, load.rates.transfers, now_ms)
         else:
             self._pairs.hear_again(worker.slot, now_ms)
         if worker.is_draining != was_draining:
@@ -129,8 +129,8 @@ class FleetView:
         self._free.append(slot)
         self.rows[slot] = 0
         self._forget_sums()
-        self._speeds.hear(slot, ())
-        self._pairs.forget(slot)
+        self._speeds.observe(slot, ())
+        self._pairs.remove_worker(slot)
         self._regroup()
 
     def place(self, worker: KnownWorker, *, num_tokens: int, num_blocks: int) -> None:

@@ -72,7 +72,7 @@ class Speeds:
         self._measured = grown(self._measured, (capacity, len(self._borders)))
         self._is_stale = True
 
-    def hear(self, slot: int, rates: Sequence[PrefillRate]) -> None:
+    def observe(self, slot: int, rates: Sequence[PrefillRate]) -> None:
         """Replace what one worker has measured."""
         for rate in rates:
             if rate.context_tokens not in self._borders and len(self._borders) < MAX_BORDERS:
@@ -169,7 +169,7 @@ class Pairs:
         self._quickest = grown(self._quickest, (capacity,))
         self._assumed = None
 
-    def hear(self, slot: int, transfers: Sequence[TransferRate], now_ms: int) -> None:
+    def observe(self, slot: int, transfers: Sequence[TransferRate], now_ms: int) -> None:
         """Replace what a reader has measured. Rates below `MIN_RATE` are ignored."""
         usable = [t for t in transfers if t.bytes_per_s >= MIN_RATE and t.latency_ms >= 0]
         before = self._measured.get(slot, {})
@@ -192,7 +192,7 @@ class Pairs:
         if weighed_ms is not None and now_ms - weighed_ms >= REWEIGH_MS:
             self._heard[slot] = now_ms
 
-    def forget(self, slot: int) -> None:
+    def remove_worker(self, slot: int) -> None:
         """Forget a worker, as a reader and as a source."""
         self._measured.pop(slot, None)
         self._heard.pop(slot, None)
@@ -203,7 +203,7 @@ class Pairs:
         self._written.pop(slot, None)
         self._assumed = None
 
-    def join(self, slot: int, worker_id: WorkerId) -> None:
+    def add_source(self, slot: int, worker_id: WorkerId) -> None:
         """Note a source that others may have measured before it was known."""
         for reader, measured in self._measured.items():
             if worker_id in measured:

@@ -19,7 +19,7 @@ def idle(info: WorkerInfo) -> WorkerLoad:
 
 @dataclass(slots=True, eq=False)
 class KnownWorker:
-    """One incarnation of a worker. Only `hear` and `place` change it.
+    """One incarnation of a worker. Only `observe` and `place` change it.
 
     Counts without "placed" in their name include what was placed since the worker last spoke.
     """
@@ -35,7 +35,7 @@ class KnownWorker:
     num_placed_tokens: int = 0
     num_placed_blocks: int = 0
 
-    def hear(self, load: WorkerLoad) -> None:
+    def observe(self, load: WorkerLoad) -> None:
         """Replace what is known by the worker's own report: what was placed before is in it."""
         self.load = load
         self.has_reported = True

@@ -67,7 +67,7 @@ class SimDelivery:
     headers: Mapping[str, str]
     bus: "SimBus | None" = None
     """The client that answers."""
-    asker: "SimBus | None" = None
+    requester: "SimBus | None" = None
     reply_id: int = 0
     reply_to: str = ""
 
@@ -76,15 +76,15 @@ class SimDelivery:
         return self.reply_id > 0
 
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        if self.bus is None or self.asker is None or not self.reply_id:
+        if self.bus is None or self.requester is None or not self.reply_id:
             return
-        self.bus.check(self.subject, payload, headers)
+        self.bus.check_message(self.subject, payload, headers)
         reply = SimDelivery(self.subject, payload, dict(headers))
-        bus, asker, reply_id = self.bus, self.asker, self.reply_id
+        bus, requester, reply_id = self.bus, self.requester, self.reply_id
 
         def pass_on() -> None:
-            bus.broker.read(reply.subject, payload)
-            bus.broker.carry(bus, asker, lambda: asker.answered(reply_id, reply))
+            bus.broker.show(reply.subject, payload)
+            bus.broker.carry(bus, requester, lambda: requester.answered(reply_id, reply))
 
         bus.broker.accept(pass_on)
 
@@ -103,7 +103,7 @@ class SimSubscription:
         self.is_closed = False
         self._inbox: asyncio.Queue[SimDelivery | None] = asyncio.Queue()
 
-    def put(self, delivery: SimDelivery) -> None:
+    def deliver(self, delivery: SimDelivery) -> None:
         if not self.is_closed:
             self._inbox.put_nowait(delivery)
 
@@ -115,7 +115,7 @@ class SimSubscription:
     async def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self.bus.broker.forget(self)
+            self.bus.broker.detach(self)
             self._inbox.put_nowait(None)
 
 
@@ -203,7 +203,7 @@ class SimBroker:
             pass_on()
             self._meter.switch(before)
 
-    def read(self, subject: str, payload: bytes) -> None:
+    def show(self, subject: str, payload: bytes) -> None:
         """Let those read a message, or a reply, who are to see all that is said."""
         for reader in self.readers:
             reader(subject, payload)
@@ -216,15 +216,15 @@ class SimBroker:
             said = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
             self.accept(lambda: self.route(said))
         for subscription in bus.subscriptions:
-            self.forget(subscription)
+            self.detach(subscription)
 
-    def add(self, subscription: SimSubscription) -> None:
+    def attach(self, subscription: SimSubscription) -> None:
         self._num_added += 1
         patterns = self._by_beginning.setdefault(subscription.beginning, {})
         patterns.setdefault(subscription.pattern, {})[subscription] = self._num_added
         self._listening.clear()
 
-    def forget(self, subscription: SimSubscription) -> None:
+    def detach(self, subscription: SimSubscription) -> None:
         patterns = self._by_beginning.get(subscription.beginning, {})
         if patterns.get(subscription.pattern, {}).pop(subscription, None) is not None:
             self._listening.clear()
@@ -236,7 +236,7 @@ class SimBroker:
             self.num_messages += 1
             for tap in self.taps:
                 tap(message.subject, message.source.name)
-            self.read(message.subject, message.payload)
+            self.show(message.subject, message.payload)
         groups: dict[str, list[SimSubscription]] = {}
         num_heard = 0
         for subscription in self._listeners(message.subject):
@@ -281,7 +281,7 @@ class SimBroker:
         delivery = SimDelivery(
             message.subject, message.payload, message.headers, subscription.bus, message.source, message.reply_id
         )
-        self.carry(message.source, subscription.bus, lambda: subscription.put(delivery))
+        self.carry(message.source, subscription.bus, lambda: subscription.deliver(delivery))
 
     def _arrive(self, at_s: float, target: "SimBus", arrive: Callable[[], None]) -> None:
         epoch = self._epoch
@@ -337,12 +337,12 @@ class SimBus:
         return self.broker.max_bytes
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        self.check(subject, payload, headers)
+        self.check_message(subject, payload, headers)
         self._send(_Message(self, subject, payload, dict(headers)))
         await asyncio.sleep(0)
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
-        self.check(subject, payload, headers)
+        self.check_message(subject, payload, headers)
         reply: asyncio.Future[SimDelivery] = asyncio.get_running_loop().create_future()
         self._num_asked += 1
         reply_id = self._num_asked
@@ -362,7 +362,7 @@ class SimBus:
         self._is_denied("hear", pattern)
         subscription = SimSubscription(self, pattern, queue)
         self.subscriptions.append(subscription)
-        self.broker.add(subscription)
+        self.broker.attach(subscription)
         return subscription
 
     async def serve(
@@ -430,7 +430,7 @@ class SimBus:
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)
 
-    def check(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+    def check_message(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         """Check that the message may be sent. Raises BusClosedError, MessageTooLargeError."""
         if self._is_closed:
             raise BusClosedError(subject)

@@ -59,7 +59,7 @@ class PacedEngine:
         self.layout = layout
         self.vocab_size = vocab_size
 
-    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+    def compute(self, items: Seq[StepItem]) -> list[Outcome]:
         for item in items:
             if (listener := item.sequence.layer_listener) is not None:
                 for layer in range(self.layout.num_layers):
@@ -79,7 +79,7 @@ class CoarseReader(SimPlaneReader):
     """A read under a real lease takes the network's latency, and its bytes at the network's rate; of a prompt that is
     still being computed it takes what is there."""
 
-    async def read(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
+    async def read_kv(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
         stats = request.stats
         stats.carrier, stats.opened_ns = tcp.NAME, time.monotonic_ns()
         try:

@@ -70,7 +70,7 @@ class Pipe:
             return max(self._chunks[0][0], self._connection.held_until())
         return max(self._end_at, self._connection.held_until()) if self.is_ended else _NEVER
 
-    def put(self, data: bytes) -> None:
+    def push(self, data: bytes) -> None:
         """Send. The caller has waited until there is room."""
         if self.is_ended or self.is_broken:
             return
@@ -85,7 +85,7 @@ class Pipe:
             self.num_bytes += len(data)
             self.notify_reader()
 
-    def take(self, num_bytes: int) -> memoryview:
+    def pop(self, num_bytes: int) -> memoryview:
         """Return at most so many of the bytes that have arrived. Raises WireClosedError at the end."""
         if not self._chunks:
             raise WireClosedError("closed by the peer")
@@ -117,7 +117,7 @@ class Pipe:
         self._num_crossed += rows.nbytes
         return rows
 
-    def end(self) -> None:
+    def close_writing(self) -> None:
         """The sender has closed: nothing more comes."""
         if not self.is_ended:
             self.is_ended = True
@@ -126,7 +126,7 @@ class Pipe:
 
     def reset(self) -> None:
         """The connection breaks: nothing more comes, and nothing more is taken."""
-        self.end()
+        self.close_writing()
         self.is_broken = True
         if self.writer is not None:
             self.writer.wake()
@@ -210,13 +210,13 @@ class SimWire:
         taken = bytearray()
         while len(taken) < num_bytes:
             self._await_something(deadline)
-            taken += self._incoming.take(num_bytes - len(taken))
+            taken += self._incoming.pop(num_bytes - len(taken))
         return taken
 
     def receive_into(self, view: Any, deadline: float) -> int:
         self._await_something(deadline)
         view = memoryview(view)
-        data = self._incoming.take(len(view))
+        data = self._incoming.pop(len(view))
         view[: len(data)] = data
         return len(data)
 
@@ -245,12 +245,12 @@ class SimWire:
             pause(self.connection.transfer_s(len(data)))
 
     def finish_sending(self) -> None:
-        self._outgoing.end()
+        self._outgoing.close_writing()
         deadline = time.monotonic() + CONNECTION_LINGER_S
         with contextlib.suppress(WireClosedError, WireTimeoutError):
             while True:
                 self._await_something(deadline)
-                self._incoming.take(BUFFER_BYTES)
+                self._incoming.pop(BUFFER_BYTES)
 
     def waker(self) -> Waker:
         return _SimWaker(self, self._incoming)
@@ -265,7 +265,7 @@ class SimWire:
             for thread in (self._incoming.reader, self._outgoing.writer):
                 if thread is not None:
                     thread.wake()
-            self._outgoing.end()
+            self._outgoing.close_writing()
             self._incoming.reset()
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class SimWire:
             self.connection.on_closed()
 
     def _await_something(self, deadline: float) -> None:
-        """Return once `take` can be called without waiting; `deadline` is by the clock of this end's machine. Raises
+        """Return once `pop` can be called without waiting; `deadline` is by the clock of this end's machine. Raises
         WireClosedError, WireTimeoutError."""
         incoming = self._incoming
         deadline += self.connection.now_s() - time.monotonic()
@@ -301,7 +301,7 @@ class SimWire:
             if outgoing.is_broken:
                 raise WireClosedError("the peer has closed")
             if outgoing.num_bytes < BUFFER_BYTES:
-                outgoing.put(data)
+                outgoing.push(data)
                 return
             if (now := self.connection.now_s()) >= deadline:
                 raise WireTimeoutError(f"the peer took nothing for {timeout_s:.1f} s")
@@ -333,10 +333,10 @@ class _SimWaker:
         if self._thread is not None:
             self._thread.wake()
 
-    def clear(self) -> None:
+    def rearm(self) -> None:
         self._set = False
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_readable(self, timeout_s: float) -> bool:
         deadline = self._wire.connection.now_s() + timeout_s
         while not (self._set or self._wire.has_unread()):
             remaining = min(deadline, self._incoming.ready_at()) - self._wire.connection.now_s()

@@ -95,7 +95,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     # Processes.
 
-    def start(self, process: Process, work: Coroutine[Any, Any, ResultT], name: str = "") -> "asyncio.Task[ResultT]":
+    def spawn(self, process: Process, work: Coroutine[Any, Any, ResultT], name: str = "") -> "asyncio.Task[ResultT]":
         """Run a coroutine as part of a process."""
         context = contextvars.copy_context()
         context.run(PROCESS.set, process)

@@ -195,7 +195,7 @@ class SimNetwork:
                 if now >= deadline:
                     raise TransferFailedError(ReadEnd.CONNECT, f"{target}: timed out")
                 pause(min(deadline, ready_at) - now)
-                cancellation.check()
+                cancellation.raise_if_cancelled()
         finally:
             del self._dialling[dialling.thread]
             cancellation.unwatch(dialling)
@@ -319,7 +319,7 @@ class SimPlaneReader(PlaneReader):
 class _PacedReader(SharedReader):
     """Copies from the holder's memory piece by piece, so that other threads run in between."""
 
-    def take(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         assert isinstance(wire, SimWire)
         source, target = self._source.rows(data), self._target.rows(data)
         arrived = np.concatenate([piece.flatten() for piece in _paced(wire, source.views())])
@@ -355,7 +355,7 @@ def host_arena(arena: KVArena) -> HostArena:
 
 def memory_arena(shape: ArenaShape, host: str) -> HostArena:
     """Return an arena in memory of its own, with no name on this machine."""
-    return HostArena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
+    return HostArena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.arena_bytes), owned=False)
 
 
 def sim_platform(

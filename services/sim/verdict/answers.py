@@ -31,7 +31,7 @@ class Verdict:
     faults: Counter[str] = field(default_factory=Counter[str])
     problems: list[str] = field(default_factory=list[str])
 
-    def add(self, other: "Verdict") -> None:
+    def merge(self, other: "Verdict") -> None:
         """Add another simulation's result."""
         self.num_requests += other.num_requests
         self.num_finished += other.num_finished

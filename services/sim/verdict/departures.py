@@ -7,12 +7,12 @@ LOOKS_DEAD: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partiti
 
 
 class DepartureTap:
-    """Collects who was said to have left by somebody else. `hear` is a tap of `SimBroker`."""
+    """Collects who was said to have left by somebody else. `note_event` is a tap of `SimBroker`."""
 
     def __init__(self) -> None:
         self.departed: list[str] = []
 
-    def hear(self, subject: str, source: str) -> None:
+    def note_event(self, subject: str, source: str) -> None:
         tokens = subject.split(".")
         if tokens[2] == "worker" and tokens[-1] == "left" and tokens[3] != source:
             self.departed.append(tokens[3])

@@ -10,8 +10,8 @@ from services.sim.scenario import FaultKind
 
 
 class LeaveTap:
-    """Collects who leaves and has others to give its work to: the last of its role may finish it. `read` reads for
-    `SimBroker`; `now_s` is the clock."""
+    """Collects who leaves and has others to give its work to: the last of its role may finish it. `note_message`
+    is a tap of `SimBroker`; `now_s` is the clock."""
 
     def __init__(self, mesh: SimMesh, now_s: Callable[[], float]) -> None:
         self._mesh = mesh
@@ -19,7 +19,7 @@ class LeaveTap:
         self._leaving: dict[Service, float] = {}
         """Since when, by what they were told; a worker that no scheduler answers takes itself for the last."""
 
-    def read(self, subject: str, payload: bytes) -> None:
+    def note_message(self, subject: str, payload: bytes) -> None:
         match subject.split(".")[2:]:
             case ["worker", worker_id, "leave"]:
                 said = decode(payload, LeaveAnswered, LeaveMesh)

@@ -35,8 +35,8 @@ STORY = {
 
 
 class MoveTap:
-    """Collects who has given which attempts away, and what became of them. `read` reads for `SimBroker`; `now_s` is
-    the clock."""
+    """Collects who has given which attempts away, and what became of them. `note_message` is a tap of `SimBroker`;
+    `now_s` is the clock."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -57,7 +57,7 @@ class MoveTap:
         """How many attempts go on with what another worker has given away."""
         return sum(moved_by is not None for resumed in self._resumed.values() for moved_by, _ in resumed)
 
-    def read(self, subject: str, payload: bytes) -> None:
+    def note_message(self, subject: str, payload: bytes) -> None:
         match subject.split(".")[2:]:
             case ["tokens", worker_id, _]:
                 for tokens in decode(payload, TokensEmitted).requests:
@@ -71,7 +71,7 @@ class MoveTap:
             case ["worker", worker_id, "joined"]:
                 self._leaving.discard(WorkerId(worker_id))
             case ["request", _, word] if word in STORY:
-                self._tell(decode(payload, STORY[word]))
+                self._note(decode(payload, STORY[word]))
             case _:
                 pass
 
@@ -117,7 +117,7 @@ class MoveTap:
         if worker_id in self._leaving and any(gave):
             self._taken_back.append(f"{worker_id} drains, gave {request_id} away and answers attempt {tokens.attempt}")
 
-    def _tell(self, event: RequestPlaced | RequestResumed | RequestFinished | RequestFailed | RequestCancelled) -> None:
+    def _note(self, event: RequestPlaced | RequestResumed | RequestFinished | RequestFailed | RequestCancelled) -> None:
         key = (event.request_id, event.attempt)
         match event:
             case RequestPlaced(decode_worker=decode_worker):

@@ -8,14 +8,14 @@ EVENTS = ENDS | {"accepted", "placed", "first_token", "resumed"}
 
 
 class RequestEventTap:
-    """Collects request events. `hear` is a tap of `SimBroker`."""
+    """Collects request events. `note_event` is a tap of `SimBroker`."""
 
     def __init__(self) -> None:
         self._events: defaultdict[str, list[str]] = defaultdict(list)
         self._cut: set[str] = set()
         """Requests of which the broker has lost an event."""
 
-    def hear(self, subject: str, _source: str) -> None:
+    def note_event(self, subject: str, _source: str) -> None:
         tokens = subject.split(".")
         if tokens[2] == "request" and tokens[-1] in EVENTS:
             self._events[tokens[3]].append(tokens[-1])

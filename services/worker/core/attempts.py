@@ -158,7 +158,7 @@ class SentAnswer:
     failure: RequestFailure | None = None
     report: TransferReport | None = None
 
-    def add(self, tokens: RequestTokens) -> None:
+    def extend(self, tokens: RequestTokens) -> None:
         """Add the tokens that are sent now."""
         if tokens.tokens:
             if tokens.index != self.first_index + len(self.token_ids):  # the first ones
@@ -309,7 +309,7 @@ class PastAttempts:
     def __contains__(self, key: AttemptKey) -> bool:
         return key in self._keys
 
-    def add(self, key: AttemptKey) -> None:
+    def remember(self, key: AttemptKey) -> None:
         """This attempt is not to begin (again)."""
         self._keys[key] = None
         if len(self._keys) > self._max_attempts:
@@ -317,7 +317,7 @@ class PastAttempts:
 
     def ended(self, key: AttemptKey, answer: SentAnswer, now_ms: int) -> None:
         """This attempt has ended, and has sent this."""
-        self.add(key)
+        self.remember(key)
         if not answer.is_empty:
             self._answers[key] = (answer, now_ms)
         if len(self._answers) > self._max_attempts:

@@ -169,7 +169,7 @@ class CopyCore:
             self._drop(worker_id, copy.contents[num_landed : num_landed + 1], "")
         elif event.end is not ReadEnd.LANDED:
             dropped = self._drop(worker_id, list(source.claims), event.reason)
-        return dropped + self.read(now_ms)
+        return dropped + self.start_reads(now_ms)
 
     def _worker_left(self, event: WorkerLeft, _: int) -> list[Action]:
         """A source is gone."""
@@ -193,7 +193,7 @@ class CopyCore:
         for worker_id, source in list(self._sources.items()):
             late = [each for each, claim in source.claims.items() if claim.deadline_ms <= now_ms and each not in coming]
             actions += self._drop(worker_id, late, "there was no room for them in time")
-        return actions + self.read(now_ms)
+        return actions + self.start_reads(now_ms)
 
     def _is_of_use(self, offer: ReplicateBlocks, now_ms: int) -> bool:
         return offer.fingerprint == self._limits.fingerprint and offer.first_block >= 0 and offer.deadline_ms > now_ms
@@ -221,12 +221,12 @@ class CopyCore:
                 self.num_not_taken += 1
         if source.claims:
             self._sources[worker_id] = source
-        return self.read(now_ms)
+        return self.start_reads(now_ms)
 
     def _coming(self) -> set[Content]:
         return {content for copy in self.reading.values() for content in copy.contents}
 
-    def read(self, now_ms: int) -> list[Action]:
+    def start_reads(self, now_ms: int) -> list[Action]:
         """Begin to read what waits, as far as there is room: of each source in its turn."""
         actions: list[Action] = []
         for worker_id in list(self._sources):

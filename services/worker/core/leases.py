@@ -210,7 +210,7 @@ class LeaseTable:
         )
         return grant
 
-    def check(self, ticket: Ticket, incarnation: str, now_ms: int) -> Grant:
+    def lease_of(self, ticket: Ticket, incarnation: str, now_ms: int) -> Grant:
         """Return the lease that a ticket is for, if it may be read under now from this incarnation of its holder.
         Raises LeaseRefusedError."""
         grant = self._active.get(ticket.lease_id)

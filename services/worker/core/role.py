@@ -281,7 +281,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         return self._cancel(event.key, AttemptEnd.CANCELLED, "nobody wants it any more", now_ms)
 
     def _cancel(self, key: AttemptKey, end: AttemptEnd, reason: str, now_ms: int) -> list[Action]:
-        self.past.add(key)
+        self.past.remember(key)
         attempt = self.attempts.get(key)
         if attempt is None or attempt.has_ended:
             return []
@@ -361,7 +361,7 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     def _emit(self, attempt: AttemptT, tokens: RequestTokens) -> Emit:
         """Return the action that sends this to the attempt's gateway, and keep it for a gateway that misses it."""
-        attempt.answer.add(tokens)
+        attempt.answer.extend(tokens)
         return Emit(attempt.request.gateway_id, tokens)
 
     def _emit_token(self, attempt: AttemptT, sampled: SampledToken) -> Emit:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from schemas.ids import GatewayId, RequestId
 from schemas.request import AttemptId
-from services.presence import BusConnected, Hearing, Peer
+from services.presence import BusConnected, FailureDetector, Peer
 from services.times import Times
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import AttemptUnwanted
@@ -60,7 +60,7 @@ class WantedCore:
         self._since_ms: dict[AttemptKey, int] = {}
         self._gateways: dict[GatewayId, Peer] = {}
         """Of those that are asked."""
-        self._hearing = Hearing(times.presence)
+        self._detector = FailureDetector(times.presence)
 
     @property
     def suspects(self) -> bool:
@@ -77,13 +77,13 @@ class WantedCore:
                 return [AttemptUnwanted(key) for key in question.keys if key in said]
             case GatewayUnanswered(question=question):
                 self._hear(question.gateway_id, now_ms)
-                self._hearing.settle(now_ms)
+                self._detector.settle(now_ms)
             case GatewayUnserved(question=question):
                 gateway = self._gateways.setdefault(question.gateway_id, Peer(now_ms))
-                if gateway.is_gone(question.asked_ms, self._hearing, now_ms):
+                if gateway.is_gone(question.asked_ms, self._detector, now_ms):
                     return [AttemptUnwanted(key) for key in question.keys]
             case BusConnected(num_connects=num_connects):
-                if self._hearing.connects(num_connects, now_ms):
+                if self._detector.connects(num_connects, now_ms):
                     self._gateways.clear()
         return []
 
@@ -105,4 +105,4 @@ class WantedCore:
 
     def _hear(self, gateway_id: GatewayId, now_ms: int) -> None:
         if gateway := self._gateways.get(gateway_id):
-            gateway.hear(now_ms)
+            gateway.seen(now_ms)

@@ -73,12 +73,12 @@ class KVHolder(Generic[MemoryT]):
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
         self.contents = contents_of(self.arena, self.shape, self.credentials)
 
-    def begin(self, incarnation: str) -> None:
+    def renew(self, incarnation: str) -> None:
         """Go on as a new incarnation. What is held stays: it is content, and still right."""
         self.incarnation = incarnation
-        self.ledger.begin(incarnation)
+        self.ledger.renew(incarnation)
 
-    def start(self, config: WorkerConfig, times: PlaneTimes) -> None:
+    def serve_reads(self, config: WorkerConfig, times: PlaneTimes) -> None:
         """Serve reads."""
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host in EVERYWHERE:
@@ -92,7 +92,7 @@ class KVHolder(Generic[MemoryT]):
             times=times,
         )
         self.plane = self.make_server(self.arena, self.shape, self, self.credentials.secrets, options)
-        self.plane.start()
+        self.plane.serve_streams()
 
     def stop_serving(self) -> None:
         """End every stream, and wait for their threads. Idempotent."""
@@ -155,7 +155,7 @@ class KVHolder(Generic[MemoryT]):
             num_tokens=grant.num_tokens,
         )
 
-    def lend(self, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
+    def sign_lease(self, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
         """Return the signed terms of a lease on what is all here, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot lend"
         grant.traceparent, grant.readable_ns = traceparent, time.monotonic_ns()
@@ -178,7 +178,7 @@ class KVHolder(Generic[MemoryT]):
         """All is computed: the stream may end."""
         grant.readable_ns = first.computed_ns
         dated = msgspec.structs.replace(first, computed_ns=self.telemetry.clock.date_ns(first.computed_ns))
-        grant.progress.finish(msgspec.json.encode(dated))
+        grant.progress.complete(msgspec.json.encode(dated))
 
     def close_lease(self, grant: Grant) -> None:
         """The lease has ended: fail a stream that is still open on it."""
@@ -199,7 +199,7 @@ class KVHolder(Generic[MemoryT]):
     def open(self, ticket: Ticket) -> "StreamLease[MemoryT]":
         """Return the lease of a ticket, for one stream. Raises LeaseRefusedError."""
         with self.lock:
-            grant = self.leases.check(ticket, self.incarnation, now_ms())
+            grant = self.leases.lease_of(ticket, self.incarnation, now_ms())
             return StreamLease(self, grant, self.telemetry.child_of(grant.traceparent))
 
 

@@ -32,7 +32,7 @@ class BlockLedger:
         self._told: tuple[int, Contents] | None = None
         """What is being read, and the number of the last event before."""
 
-    def begin(self, incarnation: str) -> None:
+    def renew(self, incarnation: str) -> None:
         """Go on as a new incarnation. What is held stays: its first event makes the directory ask for all of it."""
         self._incarnation = incarnation
         self._sequence = 0

@@ -46,7 +46,7 @@ class Peers:
         return await self._find(worker_id, "") is not None
 
     async def endpoint(self, worker_id: WorkerId, incarnation: str) -> Endpoint | None:
-        """Return where this incarnation said that it serves; None: nobody knows it, or it serves no reads."""
+        """Return where this incarnation said that it serves; None: it has not joined, or serves no reads."""
         info = await self._find(worker_id, incarnation)
         return info.endpoint if info is not None else None
 

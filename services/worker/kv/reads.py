@@ -28,7 +28,7 @@ from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_a
 from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.runtime import now_ms
+from services.runtime import logging_failures, now_ms
 from services.telemetry import Telemetry
 from services.times import WorkerTimes
 from services.trust.credentials import HolderCredentials
@@ -39,7 +39,6 @@ from services.worker.kv.peers import Peers
 from services.worker.limits import TWIN_WAIT_SHARE
 from services.worker.observe.transfers import FinishedRead, TransferSpan
 from services.worker.outbox import Outbox
-from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class ReaderSettings:
 class KVReads:
     """The reads of one worker, or of a store. A read's task ends only when its thread writes no more.
 
-    `on_event` hears of what happens to reads that were started with `start`; `record` of every read that has ended.
+    `on_event` hears of what happens to reads that `begin_read` has started; `record` of every read that has ended.
     """
 
     settings: ReaderSettings
@@ -104,7 +103,7 @@ class KVReads:
     _running: dict[KVRead, asyncio.Task[ReadEnded]] = field(default_factory=dict[KVRead, "asyncio.Task[ReadEnded]"])
     _closed: bool = False
 
-    def start(self, read: KVRead) -> None:
+    def begin_read(self, read: KVRead) -> None:
         """Begin a read in a task of its own; `ReadEnded` follows, in a later turn of the loop."""
         if self._closed:
             asyncio.get_running_loop().call_soon(self.on_event, _stopped(read))
@@ -112,7 +111,7 @@ class KVReads:
         task = self._running[read] = self.tasks.create_task(self._carry_out_all(read), name=f"read {read.key[0]}")
         task.add_done_callback(lambda task: self._ended(read, task))
 
-    def stop(self, read: KVRead) -> None:
+    def end_reads(self, read: KVRead) -> None:
         """End a read; `ReadEnded` follows once its thread has ended."""
         if task := self._running.get(read):
             task.cancel()
@@ -196,7 +195,7 @@ class KVReads:
             log.warning("a read of %s from %s failed: %r", read.key[0], read.holder, error)
             ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, f"{type(error).__name__}: {error}")
         finally:  # also where it is cancelled: the thread has ended then
-            with surviving(f"recording the read of {read.key[0]}"):
+            with logging_failures(f"recording the read of {read.key[0]}"):
                 self.record(FinishedRead(ended, span, landed))
         return ended
 
@@ -208,7 +207,7 @@ class KVReads:
     def _ended(self, read: KVRead, task: "asyncio.Task[ReadEnded]") -> None:
         """Said by the task's end, as a task that is cancelled before its first step runs none of its code."""
         del self._running[read]
-        with surviving(f"what follows the read of {read.key[0]}"):
+        with logging_failures(f"what follows the read of {read.key[0]}"):
             self.on_event(_stopped(read) if task.cancelled() else task.result())
 
     @asynccontextmanager
@@ -219,8 +218,8 @@ class KVReads:
             endpoint = await self._endpoint(read.holder, lease)
             yield ReadTerms(endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
             return
-        if not await self.peers.is_known(read.holder):  # whoever is made up is not waited for
-            raise NotGrantedError(f"nobody knows {read.holder}", end=ReadEnd.UNKNOWN)
+        if not await self.peers.is_known(read.holder):  # a made-up name is not waited for
+            raise NotGrantedError(f"no worker {read.holder} has joined", end=ReadEnd.UNKNOWN)
         async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
             endpoint = await self._endpoint(read.holder, granted)
             yield ReadTerms(
@@ -231,7 +230,9 @@ class KVReads:
         """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""
         endpoint = await self.peers.endpoint(holder, terms.incarnation)
         if endpoint is None:
-            raise NotGrantedError(f"nobody knows {holder} as {terms.incarnation[:32]!r}", end=ReadEnd.UNKNOWN)
+            raise NotGrantedError(
+                f"no incarnation {terms.incarnation[:32]!r} of {holder} has joined", end=ReadEnd.UNKNOWN
+            )
         return msgspec.structs.replace(endpoint, arena_nonce=terms.arena_nonce)
 
     def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
@@ -279,7 +280,7 @@ class KVReads:
             content=content,
             stats=stats,
         )
-        return await self.reader.read(request, lambda carrier: self._started(read, carrier))
+        return await self.reader.read_kv(request, lambda carrier: self._started(read, carrier))
 
     def _started(self, read: KVRead, carrier: str) -> None:
         if read.is_hand_over:

@@ -35,7 +35,7 @@ def measure_codec(layout: KVLayout) -> float:
     num_tokens, numbers = CODEC_SAMPLE_BLOCKS * layout.block_size, layout.num_kv_heads * layout.head_dim
     codec = BlockCodec("int8", layout.dtype, layout.num_kv_heads, layout.head_dim, layout.block_size)
     rows = np.zeros((num_tokens, numbers * ITEM_BYTES[layout.dtype]), np.uint8)
-    wire = np.empty(codec.num_bytes(0, num_tokens), np.uint8)
+    wire = np.empty(codec.wire_bytes(0, num_tokens), np.uint8)
     best_s = float("inf")
     for _ in range(CODEC_ROUNDS):
         started = time.perf_counter()

@@ -23,7 +23,7 @@ class Journal:
         self._steps: deque[tuple[_Step, list[int]]] = deque(maxlen=MAX_STEPS_KEPT)
         """Each with when it first and last was so, and how often in a row."""
 
-    def add(self, cause: str, event: object, actions: Sequence[object]) -> None:
+    def note(self, cause: str, event: object, actions: Sequence[object]) -> None:
         """Note an event (`cause`: where it came from) and what was decided on it. Like ones in a row are one."""
         step, now = _Step(cause, _described(event), _counted(actions)), now_ms()
         if self._steps and self._steps[-1][0] == step:

@@ -49,13 +49,13 @@ class HolderMetrics:
     def _sample_leases(self) -> None:
         time_ms, leases = now_ms(), list(self._leases)
         ages_s = [(time_ms - lease.granted_ms) / 1000 for lease in leases]
-        self.metrics.put(names.LEASES, {(age,): count for age, count in names.by_age(ages_s).items()})
+        self.metrics.set_series(names.LEASES, {(age,): count for age, count in names.by_age(ages_s).items()})
         waiting = [lease for lease in leases if lease.readable_ns and not lease.is_read]
         unread = sum(w.num_blocks for w in waiting if time_ms - w.readable_ns // 1_000_000 > UNREAD_AFTER_MS)
-        self.metrics.put(names.UNREAD_BLOCKS, {(): unread})
+        self.metrics.set_series(names.UNREAD_BLOCKS, {(): unread})
 
     def _sample(self) -> None:
-        load, put = self._load(), self.metrics.put
+        load, put = self._load(), self.metrics.set_series
         worker_id = load.worker.worker_id
         put(names.KV_BLOCKS, {(worker_id, s): getattr(load.blocks, s) for s in names.BLOCK_STATES})
         put(names.ORPHANED_BYTES, {(): load.blocks.orphaned * self._block_bytes})
@@ -77,7 +77,7 @@ class WorkerMetrics(HolderMetrics):
         super().__init__(metrics, load, leases, block_bytes)
         self._rates: dict[tuple[str, str], float] = {}
         """Bytes a second, by source and carrier; the one heard of last is at the end."""
-        metrics.on_sample(lambda: metrics.put(names.TRANSFER_RATE, self._rates))
+        metrics.on_sample(lambda: metrics.set_series(names.TRANSFER_RATE, self._rates))
 
     def stepped(self, result: StepResult) -> None:
         """Count an engine step."""
@@ -90,7 +90,7 @@ class WorkerMetrics(HolderMetrics):
         if num_decode:
             self.metrics.inc(names.ENGINE_TOKENS, "decode", by=num_decode)
 
-    def read(
+    def count_read(
         self,
         kind: ReadKind,
         source: WorkerId,

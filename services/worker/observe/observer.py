@@ -29,7 +29,7 @@ class HolderObserver:
     def saw(self, cause: str, event: object, actions: Sequence[object]) -> None:
         """See one step. `cause`: the subject of the message, or the part of this process that the event is of."""
         if actions or not isinstance(event, TimePassed):
-            self.journal.add(cause, event, actions)
+            self.journal.note(cause, event, actions)
         for action in actions:
             if isinstance(action, CloseLease):
                 self._measured.lease_ended(action.lease)

@@ -40,7 +40,7 @@ class TransferSpan:
         """The traceparent that the holder is asked for a lease with."""
         return self.traceparent or self.stats.traceparent
 
-    def end(self, attributes: Attributes, end: ReadEnd, detail: str = "") -> None:
+    def finished(self, attributes: Attributes, end: ReadEnd, detail: str = "") -> None:
         """Record it, with the phases that it came to. `detail`: how it ended for people, where there is more to say."""
         stats, end_ns, outcome = self.stats, time.monotonic_ns(), detail or end.value
         error = "" if end is ReadEnd.LANDED else outcome
@@ -118,9 +118,9 @@ class ReadRecords:
             self.rates.carried(read.holder, stats, now_ms())
         elif not is_hand_over:
             log.info("nothing (more) of %s from %s: %s", read.key[0], read.holder, ended.reason)
-        span.end(attributes, ended.end, ended.detail)
+        span.finished(attributes, ended.end, ended.detail)
         kind = "handover" if is_hand_over else "fetch"
-        self.measured.read(kind, read.holder, span.started_ns, stats, ended.end, span.traceparent)
+        self.measured.count_read(kind, read.holder, span.started_ns, stats, ended.end, span.traceparent)
 
 
 def described_by(stats: TransferStats) -> dict[str, AttributeValue]:

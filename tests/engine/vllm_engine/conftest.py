@@ -84,7 +84,7 @@ class World:
         tenant: str = "",
         wants_prompt_logprobs: bool = False,
     ) -> Sequence:
-        grammar = self.grammars.start(sampling.grammar) if self.grammars and sampling.grammar else None
+        grammar = self.grammars.compile(sampling.grammar) if self.grammars and sampling.grammar else None
         sequence = Sequence(
             RequestId(name), 1, list(tokens), len(tokens) if num_prompt is None else num_prompt, sampling,
             self.tables(table, num_present), num_computed_tokens=num_present,
@@ -96,7 +96,7 @@ class World:
         return sequence
 
     def step(self) -> list[SampledToken]:
-        result = self.steps.step()
+        result = self.steps.run_step()
         self.copies += self.link.step
         if result is None:
             return []
@@ -119,7 +119,7 @@ class World:
 
 def fake_world(*, num_engine_blocks: int = 132, token_budget: int = BUDGET, layout: KVLayout = LAYOUT) -> World:
     shape = uniform_shape(layout, NUM_BLOCKS)
-    link = EngineLink(shape, memoryview(bytearray(shape.num_bytes)))
+    link = EngineLink(shape, memoryview(bytearray(shape.arena_bytes)))
     engine = FakeVllm(link, num_blocks=num_engine_blocks, token_budget=token_budget)
     steps = VllmSteps(
         engine, link, vocab_size=engine.vocab_size, context_length=CONTEXT_LENGTH, token_budget=token_budget

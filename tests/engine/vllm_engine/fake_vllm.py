@@ -88,7 +88,7 @@ class FakeVllm:
 
     # As LocalEngine.
 
-    def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
+    def add_request(self, name: str, sequence: Sequence, num_tokens: int) -> str:
         theirs = f"{name}-{len(name):08x}"
         request = Request(
             theirs, name, list(sequence.token_ids), sequence, num_tokens, stop_token_ids(sequence),
@@ -103,13 +103,13 @@ class FakeVllm:
                 self._give_back(request)
                 line.remove(request)
 
-    def step(self) -> list[SimpleNamespace]:
+    def engine_step(self) -> list[SimpleNamespace]:
         self.num_steps += 1
         before = self.num_preempted
         items = self._schedule()
         self._plan(items, self.num_preempted - before)
         if any(any(copies.loads) for copies in self._link.step):
-            self._link.load()
+            self._link.copy_in()
         for layer in range(self.layout.num_layers):
             for item in items:
                 self._write(item, layer)
@@ -177,7 +177,7 @@ class FakeVllm:
     def _plan(self, items: Seq[Item], num_preempted: int) -> None:
         tracked = ((self._link.tracked.get(item.request.name), item) for item in items)
         step = [one.plan(item.start, item.num_tokens, item.request.blocks) for one, item in tracked if one]
-        self._link.begin(step, num_preempted)
+        self._link.begin_step(step, num_preempted)
 
     def _shared(self, request: Request) -> list[int]:
         """Return the blocks of its prefix that are cached: all but one token at most."""

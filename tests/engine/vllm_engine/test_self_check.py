@@ -56,14 +56,14 @@ def hook_skipped(patch: pytest.MonkeyPatch, world: World) -> None:
 
 
 def saved_before_written(patch: pytest.MonkeyPatch, world: World) -> None:
-    begin = EngineLink.begin
+    begin = EngineLink.begin_step
 
     def and_save(self: EngineLink, step: list[Copies]) -> None:
         begin(self, step)
         for layer in range(self.layout.num_layers):
             self.save(layer)
 
-    patch.setattr(EngineLink, "begin", and_save)
+    patch.setattr(EngineLink, "begin_step", and_save)
     at_each_layer(patch, world, lambda *_: None)
 
 
@@ -118,18 +118,18 @@ def unpadded_lease(patch: pytest.MonkeyPatch, _: World) -> None:
 
 
 def loads_nothing(patch: pytest.MonkeyPatch, _: World) -> None:
-    patch.setattr(EngineLink, "load", lambda self: None)
+    patch.setattr(EngineLink, "copy_in", lambda self: None)
 
 
 def loads_another_block(patch: pytest.MonkeyPatch, _: World) -> None:
-    load = EngineLink.load
+    load = EngineLink.copy_in
 
     def another(self: EngineLink) -> None:
         runs = [tuple(run._replace(arena_block=run.arena_block + 1) for run in copies.loads) for copies in self.step]
         self.step = [copies._replace(loads=loads) for copies, loads in zip(self.step, runs, strict=True)]
         load(self)
 
-    patch.setattr(EngineLink, "load", another)
+    patch.setattr(EngineLink, "copy_in", another)
 
 
 BUGS: list[Bug] = [
@@ -140,9 +140,9 @@ BUGS: list[Bug] = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_found(bug: Bug, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, added = world.engine.add, list[str]()
+    add, added = world.engine.add_request, list[str]()
     with monkeypatch.context() as patch:
-        patch.setattr(world.engine, "add", lambda *request: added.append(add(*request)) or added[-1])
+        patch.setattr(world.engine, "add_request", lambda *request: added.append(add(*request)) or added[-1])
         bug(patch, world)
         with pytest.raises((EngineLostError, StepFailedError)):
             check_steps(world.steps, world.engine, world.link)

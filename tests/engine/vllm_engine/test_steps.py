@@ -56,7 +56,7 @@ def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monke
     world = fake_world()
     monkeypatch.setattr(
         FakeVllm,
-        "step",
+        "engine_step",
         lambda self: self.says("r.1", 3, finished=finished),
     )
     world.add("r", prompt_of(20), SamplingParams(max_tokens=2 if finished else 1), world.table(40))
@@ -82,7 +82,7 @@ def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> str:
         raise ValueError("too long")
 
-    monkeypatch.setattr(FakeVllm, "add", refuse)
+    monkeypatch.setattr(FakeVllm, "add_request", refuse)
     with pytest.raises(InvalidSequenceError, match=r"vLLM does not take r\.1: too long"):
         world.add("r", prompt_of(20), GREEDY, world.table(60))
     assert not len(world.steps) and not world.link.tracked
@@ -116,4 +116,4 @@ def test_what_the_engine_had_itself_is_told_as_reused() -> None:
 
 def test_nothing_to_do_is_no_step() -> None:
     world: World = fake_world()
-    assert world.steps.step() is None and world.engine.num_steps == 0
+    assert world.steps.run_step() is None and world.engine.num_steps == 0

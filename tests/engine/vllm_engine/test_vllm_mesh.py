@@ -176,5 +176,5 @@ def test_a_worker_of_another_format_does_not_start(forking: ForkingLoop, tmp_pat
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     mesh = MixedFleet(OPTIONS, tmp_path, forking.zygote)
     with pytest.raises(UserError, match=r"workers that share KV run one version of it, on processors of one kind$"):
-        forking.run(mesh.start())
-    forking.run(mesh.stop())
+        forking.run(mesh.start_all())
+    forking.run(mesh.stop_all())

@@ -194,7 +194,7 @@ async def replies_of_others(target: Target) -> Found:
 
 
 async def replies_led_elsewhere(target: Target) -> Found:
-    """Ask what one may ask, and have the answer go where the asker may not speak: whoever answers may."""
+    """Ask what one may ask, and have the answer go where the requester may not speak: whoever answers may."""
     found, carried = Found(), {type(example): example for example in EXAMPLES}
     elsewhere = [subjects.LEFT.of(EVIL), subjects.TOKENS.of(EVIL, EVIL), "_REPLY.holder.decode-0.x", "_INBOX.evil"]
     heard = list[str]()
@@ -210,16 +210,16 @@ async def replies_led_elsewhere(target: Target) -> Found:
             await holder.client.subscribe(elsewhere[2], cb=hear)
             await holder.settle()
             for role in Role:
-                async with target.joined(role) as asker:
+                async with target.joined(role) as requester:
                     asked = [s for s in SUBJECTS if s.reply and granted(s, role, Direction.PUBLISH, EVIL)]
                     for subject, name, reply in itertools.product(asked, target.names(), elsewhere):
                         if reply.startswith(replies_to(subject)):
                             continue  # where its askers await replies
                         pattern = granted(subject, role, Direction.PUBLISH, EVIL)[0]
                         concrete = ".".join(name if token == "*" else token for token in pattern.split("."))
-                        await asker.client.publish(concrete, encode(carried[subject.carries]), reply=reply)
+                        await requester.client.publish(concrete, encode(carried[subject.carries]), reply=reply)
                         found.num_tries += 1
-                    await asker.settle()
+                    await requester.settle()
             await asyncio.sleep(SETTLES_S)
             await holder.settle()
         await operator.settle()

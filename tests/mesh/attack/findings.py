@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[3]
 FINDINGS: Mapping[str, tuple[str, ...]] = {
     "the bus was open": ("wire/test_permissions.py", "cli/test_bus.py", "bus/test_tls.py"),
-    "a lease's tenant was whatever the asker wrote; hoarded leases": (
+    "a lease's tenant was whatever the requester wrote; hoarded leases": (
         "worker/test_credentials.py", "worker/test_leases.py", "worker/test_lend.py", "plane/test_tenants.py",
     ),
     "a lying holder was believed": ("worker/test_peers.py", "worker/test_copies.py", "plane/test_bad_references.py"),

@@ -285,7 +285,7 @@ async def fault_mesh(
     supervisor = FaultSupervisor(options, run_dir, zygote)
     mesh: FaultMesh | None = None
     try:
-        await supervisor.start()
+        await supervisor.start_all()
         supervisor.never_give_up()
         mesh = FaultMesh(supervisor, truth, random.Random(seed), as_operator)
         await mesh.open()
@@ -293,7 +293,7 @@ async def fault_mesh(
     finally:
         if mesh is not None:
             await mesh.close()
-        await supervisor.stop()
+        await supervisor.stop_all()
     crashes = supervisor.take_crashes()
     assert not crashes, f"{crashes}, and no fault did that; see {supervisor.log_dir}"
     # A worker that was just started again has not taken the signal for itself yet.

@@ -70,7 +70,7 @@ class ToolParser(ABC):
     def _go_on(self) -> list[Piece]:
         next(self._steps, None)
         if self._tells_arguments:
-            self._tell_arguments()
+            self._emit_arguments()
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -89,18 +89,18 @@ class ToolParser(ABC):
             self._drop(self._reader.at)
         except (NoCallError, BadJsonError):
             # What is behind the marker may have another one in it, and is read again.
-            self._tell_content(marker_end if self.num_calls == num_calls else 0)
+            self._emit_content(marker_end if self.num_calls == num_calls else 0)
 
     def _marker(self) -> Steps[bool]:
         """Let content through up to a marker, which is taken with the space before it; False: there is none."""
         reader, marker = self._reader, self.markers[0]
         while (at := reader.text.find(marker)) < 0:
             if reader.ended:
-                self._tell_content(len(reader.text))
+                self._emit_content(len(reader.text))
                 return False
-            self._tell_content(_len_stripped(reader.text, len(reader.text) - overlap(reader.text, marker)))
+            self._emit_content(_len_stripped(reader.text, len(reader.text) - overlap(reader.text, marker)))
             yield
-        self._tell_content(_len_stripped(reader.text, at))
+        self._emit_content(_len_stripped(reader.text, at))
         reader.at = reader.text.find(marker) + len(marker)
         return True
 
@@ -141,7 +141,7 @@ class ToolParser(ABC):
                 raise
             reader.at = 0  # what is behind the arguments closes the call, or is content
         if self.num_calls == told:
-            self._tell_whole(self._known(name), arguments)
+            self._emit_whole(self._known(name), arguments)
 
     def _arguments(self, name: str) -> Steps[None]:
         """Tell of a call, and of its arguments as they come, up to the call's end where their JSON breaks off. Raises
@@ -156,7 +156,7 @@ class ToolParser(ABC):
             yield from reader.value()
         except BadJsonError:
             yield from self._broken()
-        self._tell_arguments()
+        self._emit_arguments()
         self._tells_arguments = False
 
     def _broken(self) -> Steps[None]:
@@ -189,7 +189,7 @@ class ToolParser(ABC):
             raise NoCallError
         return name
 
-    def _tell_whole(self, name: str, arguments: str) -> None:
+    def _emit_whole(self, name: str, arguments: str) -> None:
         """Tell of a call whose arguments came before its name, or did not come at all."""
         if not arguments.startswith("{") and arguments not in ("", "null"):
             raise NoCallError
@@ -200,13 +200,13 @@ class ToolParser(ABC):
         self._pieces.append(CallBegin(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
-    def _tell_arguments(self) -> None:
+    def _emit_arguments(self) -> None:
         reader = self._reader
         if reader.at:
             self._pieces.append(CallArguments(self.num_calls - 1, reader.text[: reader.at]))
         self._drop(reader.at)
 
-    def _tell_content(self, num_characters: int) -> None:
+    def _emit_content(self, num_characters: int) -> None:
         """Let the first characters of what was not told of through, and go on behind them."""
         if num_characters:
             self._pieces.append(Content(self._reader.text[:num_characters]))
@@ -284,9 +284,9 @@ class MistralParser(ToolParser):
 
     def _named_call(self) -> Steps[None]:
         reader = self._reader
-        name = self._known((yield from reader.run(_NAME)))
+        name = self._known((yield from reader.take_while(_NAME)))
         if (yield from reader.word("[CALL_ID]")):
-            yield from reader.run(_NAME)
+            yield from reader.take_while(_NAME)
         yield from reader.word("[ARGS]")
         yield from reader.space()
         yield from self._arguments(name)
@@ -313,14 +313,14 @@ class DeepSeekParser(ToolParser):
         if not (yield from reader.word(call_begin)):
             raise NoCallError
         while True:
-            name = yield from reader.run(_NAME)
+            name = yield from reader.take_while(_NAME)
             if not (yield from reader.word(separator)):
                 raise NoCallError
             yield from reader.space()
             fence = ()
             if not (yield from reader.begins_object()):
                 fence = ("```",)
-                name = yield from reader.run(_NAME)
+                name = yield from reader.take_while(_NAME)
                 yield from reader.space()
                 yield from reader.word("```json")
                 yield from reader.space()

@@ -49,7 +49,7 @@ class Reader:
             self.at += 1
         return True
 
-    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+    def take_while(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Take all characters that a pattern of single characters matches."""
         taken = ""
         while (yield from self.char()) and (found := pattern.match(self.text, self.at)) and found[0]:
@@ -59,7 +59,7 @@ class Reader:
 
     def space(self) -> Steps[str]:
         """Take white space."""
-        return self.run(_SPACES)
+        return self.take_while(_SPACES)
 
     def begins_object(self) -> Steps[bool]:
         """Say whether a JSON object comes, by its first two characters; nothing is taken."""
@@ -101,7 +101,7 @@ class Reader:
         yield from self.expect('"')
         taken = ""
         while True:
-            taken += yield from self.run(_PLAIN)
+            taken += yield from self.take_while(_PLAIN)
             if (yield from self.char()) == '"':
                 self.at += 1
                 return taken
@@ -150,7 +150,7 @@ class Reader:
         return False
 
     def _scalar(self) -> Steps[None]:
-        if (yield from self.run(_LETTERS)) in ("true", "false", "null"):
+        if (yield from self.take_while(_LETTERS)) in ("true", "false", "null"):
             return
-        if not _NUMBER.fullmatch((yield from self.run(_NUMBER_CHARACTERS))):
+        if not _NUMBER.fullmatch((yield from self.take_while(_NUMBER_CHARACTERS))):
             raise BadJsonError

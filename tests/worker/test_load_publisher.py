@@ -8,7 +8,7 @@ from schemas.message import Message
 from schemas.worker import WorkerBeat, WorkerLoad
 from services.times import Times
 from services.worker.outbox import Outbox
-from services.worker.report import LoadTeller
+from services.worker.report import LoadPublisher
 from tests.scheduler.test_scheduler import info, load
 
 BEAT_INTERVAL_MS = Times().presence.beat_interval_ms
@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.teller = LoadTeller(cast("Outbox", self), Times().presence)
+        self.publisher = LoadPublisher(cast("Outbox", self), Times().presence)
 
     def put(self, subject: object, ids: tuple[str, ...], message: Message) -> None:
         assert ids == ("w",)
@@ -30,7 +30,7 @@ class Told:
 
     def at(self, now_ms: int, said: WorkerLoad = LOAD) -> Message:
         """Return what is said then, which is one thing."""
-        self.teller.tell(said, now_ms)
+        self.publisher.publish_due(said, now_ms)
         return self.messages.pop()
 
 
