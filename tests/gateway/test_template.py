@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from services.gateway import limits
-from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplateError, ToolCall, texts_of
+from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError, ToolCall, texts_of
 from services.gateway.api.text import TextCodec
 from tests.share import examples
 
@@ -250,13 +250,19 @@ CONVERSATIONS = {
 }
 
 
+def template_of(name: str) -> ChatTemplate:
+    template = CODECS[name]._template
+    assert template is not None
+    return template
+
+
 TALKS = [
     (name, conversation, tools, generates)
     for name in TEMPLATES
     for conversation in CONVERSATIONS
     for tools in ((), TOOLS)
     for generates in (True, False)
-    if generates or CODECS[name].template_knows("add_generation_prompt")
+    if generates or template_of(name).knows("add_generation_prompt")
     if name != "thinkers" or (conversation in ("a question", "a system") and not tools)
 ]
 
@@ -416,12 +422,11 @@ def test_what_a_template_does_not_know_is_refused_by_name() -> None:
 
 
 def test_which_variables_a_template_knows() -> None:
-    hermes, llama = CODECS["hermes"], CODECS["llama"]
-    assert hermes.template_knows("enable_thinking") and hermes.template_knows("tools")
-    assert not hermes.template_knows("reasoning_effort") and not hermes.template_knows("message")
-    assert llama.template_knows("date_string"), "it may set what nobody gave it"
-    assert CODECS["thinkers"].template_knows("reasoning_effort")
-    assert not TextCodec(byte_tokenizer()).template_knows("tools")
+    hermes, llama = template_of("hermes"), template_of("llama")
+    assert hermes.knows("enable_thinking") and hermes.knows("tools")
+    assert not hermes.knows("reasoning_effort") and not hermes.knows("message")
+    assert llama.knows("date_string"), "it may set what nobody gave it"
+    assert template_of("thinkers").knows("reasoning_effort")
 
 
 def nested(depth: int) -> dict[str, Any]:

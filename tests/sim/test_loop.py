@@ -179,6 +179,21 @@ def test_a_broker_that_goes_and_comes_back() -> None:
     run(main)
 
 
+def test_who_was_killed_while_the_broker_was_away_does_not_come_back_with_it() -> None:
+    async def main(_: SimLoop) -> None:
+        broker = SimBroker(random.Random(3))
+        killed = broker.connect("killed")
+        broker.go_down()
+        await killed.publish("a.b", b"1", {})
+        broker.come_up()
+        broker.drop(killed)
+        await asyncio.sleep(2)
+        assert not killed.is_connected and killed.num_connects == 1
+        assert not broker.num_messages
+
+    run(main)
+
+
 def test_what_is_asked_of_a_dead_process_has_no_responder() -> None:
     async def main(loop: SimLoop) -> None:
         broker = SimBroker(random.Random(3))

@@ -27,9 +27,11 @@ def num_lost(*spans: SpanRecord) -> int:
 
 
 def test_a_store_may_still_read_when_a_simulation_ends() -> None:
-    assert num_lost(lent(1, "store-a")) == 0
+    assert num_lost(lent(1, "copy-store-0-1")) == 0
 
 
 def test_no_other_read_may_go_unrecorded() -> None:
     assert num_lost(lent(1, "req-a")) == 1
-    assert num_lost(lent(1, "store-a"), lent(2, "store-b")) == 1, "the first one has ended: another followed"
+    assert num_lost(lent(1, "copy-store-0-1"), lent(2, "copy-store-0-2")) == 1, (
+        "the first one has ended: another followed"
+    )

@@ -91,10 +91,6 @@ class TextCodec:
         masks = Masks()
         return masks.unmask(self._render(messages, options, masks))
 
-    def template_knows(self, name: str) -> bool:
-        """Say whether the chat template reads a variable of this name, such as `enable_thinking`."""
-        return self._template is not None and self._template.knows(name)
-
     def _render(self, messages: Sequence[ChatMessage], options: ChatOptions, masks: Masks) -> str:
         template = self._tools_template if options.tools else self._template
         if template is None:

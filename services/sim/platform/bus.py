@@ -210,7 +210,7 @@ class SimBroker:
 
     def drop(self, bus: "SimBus") -> None:
         """A client has disconnected for good: remove its subscriptions, and say so as NATS does."""
-        bus.is_connected = False
+        bus.is_connected, bus.is_closed = False, True
         if bus in self._buses:
             self._buses.remove(bus)
             said = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
@@ -325,7 +325,7 @@ class SimBus:
         self.num_dropped = 0
         self.subscriptions: list[SimSubscription] = []
         self.last_arrival_s: dict[SimBus, float] = {}
-        self._is_closed = False
+        self.is_closed = False
         self._waiting: dict[int, asyncio.Future[SimDelivery]] = {}
         self._trips: set[asyncio.Future[None]] = set()
         self._num_asked = 0
@@ -357,7 +357,7 @@ class SimBus:
             self._waiting.pop(reply_id, None)
 
     async def subscribe(self, pattern: str, queue: str = "") -> SimSubscription:
-        if self._is_closed:
+        if self.is_closed:
             raise BusClosedError(pattern)
         self._is_denied("hear", pattern)
         subscription = SimSubscription(self, pattern, queue)
@@ -375,7 +375,7 @@ class SimBus:
 
     async def flush(self, timeout_s: float | None = None) -> None:
         timeout_s = BusTimes().flush_timeout_s if timeout_s is None else timeout_s
-        if self._is_closed:
+        if self.is_closed:
             raise BusClosedError
         if not self.is_connected:
             raise BusError("the bus", "the broker is away")
@@ -391,9 +391,9 @@ class SimBus:
             self._trips.discard(trip)
 
     async def close(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         for subscription in self.subscriptions:
             await subscription.close()
         self.broker.drop(self)
@@ -412,7 +412,7 @@ class SimBus:
 
     def connected(self) -> None:
         """The broker is reachable again: publish what was kept."""
-        if self._is_closed or self.is_connected or not self.broker.is_up:
+        if self.is_closed or self.is_connected or not self.broker.is_up:
             return
         self.is_connected = True
         self.num_connects += 1
@@ -432,7 +432,7 @@ class SimBus:
 
     def check_message(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         """Check that the message may be sent. Raises BusClosedError, MessageTooLargeError."""
-        if self._is_closed:
+        if self.is_closed:
             raise BusClosedError(subject)
         check_size(subject, payload, headers, self.max_bytes)
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from services.telemetry import Key, SpanName, SpanRecord
+from services.worker.core.copies import COPY_REQUEST
 
 HTTP_ROOT = "POST "
 TTFT_PARTS = (
@@ -115,6 +116,6 @@ def _last_reads_of_stores(records: list[SpanRecord]) -> set[str]:
     last: dict[str, SpanRecord] = {}
     for span in sorted(records, key=lambda span: span.start_ns):
         is_source = span.name == SpanName.KV_TRANSFER and span.attributes.get(Key.END) == "source"
-        if is_source and str(span.attributes.get(Key.REQUEST_ID, "")).startswith("store-"):
+        if is_source and str(span.attributes.get(Key.REQUEST_ID, "")).startswith(f"{COPY_REQUEST}store-"):
             last[span.service] = span
     return {span.span_id for span in last.values()}

@@ -45,6 +45,9 @@ from services.worker.limits import (
     SPARE_SHARE,
 )
 
+COPY_REQUEST = "copy-"
+"""So the id of a copy's read begins; the reader's name follows, and a number."""
+
 
 class Why(enum.Enum):
     """Why a block is offered."""
@@ -262,7 +265,7 @@ class CopyCore:
             batch.reverse()
         self._num_read += 1
         hashes = tuple(content.block_hash for content in batch)
-        key = (RequestId(f"copy-{self._limits.worker_id}-{self._num_read}"), 1)
+        key = (RequestId(f"{COPY_REQUEST}{self._limits.worker_id}-{self._num_read}"), 1)
         lease = WantedLease(0, hashes, now_ms + self._limits.times.worker.read_within_ms, tenant, is_copy=True)
         read = KVRead(key, worker_id, lease, tables, traceparent=first.traceparent)
         self.reading[read] = BlockCopy(hashes, tenant, tables, first.why, now_ms)
