@@ -106,14 +106,14 @@ def copy_times(model: str, num_tokens: int, num_rounds: int) -> CopyTimes:
 
         return run
 
-    link.save, link.load = timed(link.save), timed(link.load)
+    link.save, link.copy_in = timed(link.save), timed(link.copy_in)
 
     def step(sequence: Sequence) -> tuple[float, float]:
         """Return what the only step of a sequence takes, and its copies."""
         engine.forget_blocks()
         spent_ms.clear()
         loaded.steps.add(sequence)
-        result: StepResult = loaded.steps.step()
+        result: StepResult = loaded.steps.run_step()
         assert len(result.sampled) == 1 and result.sampled[0].local_end
         return (result.ended_ns - result.started_ns) / 1e6, sum(spent_ms)
 
