@@ -18,3 +18,5 @@ MAX_PAIRS = 16
 """Communicators that either end keeps; the one that was used first is aborted for one more."""
 MAX_LOST_CALLS = 4
 """Calls of NCCL that do not come back: with so many of them this process makes no more communicators."""
+LAST_FRAME_S = 0.2
+"""A frame that was on its way as its holder ended has come by then, or never does."""
