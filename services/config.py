@@ -204,9 +204,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What computes on the workers. All but `name` is vLLM's."""
+    """What computes on the workers. All but `name` and `process` is vLLM's."""
 
     name: EngineName = "transformers"
+    process: bool = True
+    """In a process of its own beside each worker, or else on a thread in it. On a card it is on a thread."""
     kv_format: str = ""
     """What the bytes of its KV mean, which no other format is mixed with; `kvmesh up` fills it in."""
     kv_bytes: int = 0

@@ -21,10 +21,12 @@ from prometheus_client import (
     Metric,
     ProcessCollector,
     disable_created_metrics,
+    generate_latest,
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from services.telemetry.context import parse_traceparent
@@ -101,9 +103,9 @@ class Metrics:
         bounded = itertools.islice(values.items(), MAX_SERIES)
         self._sampled.set_series(metric, {(*own, *labels): value for labels, value in bounded})
 
-    def show_library(self, prefix: str) -> None:
-        """Show also what a library counts in prometheus_client's own registry, of names that begin so."""
-        self._registry.register(_OfLibrary(prefix))
+    def show_library(self, read: Callable[[], str]) -> None:
+        """Show also what a library has counted, in whatever process: `read` returns it, in the text format."""
+        self._registry.register(_OfLibrary(read))
 
     def on_sample(self, sampler: Callable[[], None]) -> None:
         """Have `sampler` called whenever it is time to `set_series`."""
@@ -172,14 +174,29 @@ class Metrics:
         return Histogram(metric.name, metric.text, labels, registry=self._registry, buckets=buckets)
 
 
-class _OfLibrary(Collector):
-    """What others keep in the registry that all of a process share."""
+class _OfPrefix(Collector):
+    """What others keep in the registry that all of a process share, of names that begin so."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
         return (metric for metric in REGISTRY.collect() if metric.name.startswith(self._prefix))
+
+
+def library_text(prefix: str) -> str:
+    """Return what libraries have counted in this process, of names that begin so, in Prometheus' text format."""
+    return generate_latest(_OfPrefix(prefix)).decode()
+
+
+class _OfLibrary(Collector):
+    """What a library says of itself."""
+
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(text_string_to_metric_families(self._read()))
 
 
 class _Sampled(Collector):

@@ -103,19 +103,21 @@ class Arena:
         return cls(name, nonce, mapping, owned=True)
 
     @classmethod
-    def attach(cls, name: str, nonce: str) -> Self:
-        """Map another process's arena, read-only. Raises ArenaMissingError."""
+    def attach(cls, name: str, nonce: str, *, writes: bool = False) -> Self:
+        """Map another process's arena, read-only unless one `writes` for its owner. Raises ArenaMissingError."""
         if not _NAME.fullmatch(name):
             raise ArenaMissingError(name, "no arena has such a name")
         try:
-            fd = os.open(SHM_DIR / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            access = os.O_RDWR if writes else os.O_RDONLY
+            fd = os.open(SHM_DIR / name, access | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise ArenaMissingError(name, error.strerror or str(error)) from error
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size < HEADER_BYTES:
                 raise ArenaMissingError(name, "no header")
-            mapping = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
+            prot = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
+            mapping = mmap.mmap(fd, status.st_size, prot=prot)
         except (OSError, ValueError) as error:
             raise ArenaMissingError(name, str(error)) from error
         finally:

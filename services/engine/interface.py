@@ -250,7 +250,15 @@ class EngineLostError(RuntimeError):
     """What the engine computes on has failed: no later step will succeed."""
 
 
-StepCallback = Callable[[StepResult], None]
+class EngineCallbacks(NamedTuple):
+    """Whom an engine tells, on a thread of its own: of a step, of sequences that it cannot compute and why, and of one
+    that was taken out."""
+
+    on_step: Callable[[StepResult], None]
+    on_failure: Callable[[list[Sequence], str], None]
+    on_removed: Callable[[Sequence], None]
+
+
 StartGrammar = Callable[[str], "Future[Grammar]"]
 """Begins to understand a grammar's text for one answer; the future has a GrammarError where it cannot be."""
 

@@ -37,3 +37,9 @@ LEXER_FUEL = 1_000_000
 """For all regular expressions when a grammar is begun."""
 LEXER_STATES_MAX = 25_000
 """States of a grammar's regular expressions, 1 kB each, that the answers to one grammar may share."""
+
+LAYER_ROWS = 16_384
+"""So many sequences whose KV is handed over may be in an engine's process at a time: more than an arena has blocks for.
+Memory is taken only for rows that are used."""
+LIBRARY_ANSWER_S = 1.0
+"""So long a scrape waits for what the engine's library has counted."""

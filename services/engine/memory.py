@@ -7,8 +7,8 @@ from services.engine.vllm_engine import formats
 from services.errors import UserError
 
 GIB = 1 << 30
-PROCESS_BYTES = 200 << 20
-"""What a worker's process takes at least beside weights and KV, with our own engine."""
+PROCESS_BYTES = 250 << 20
+"""What a worker and our own engine beside it take at least, without weights and KV."""
 
 
 def check_memory(

@@ -13,13 +13,15 @@ from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
 from services.engine.interface import (
+    EngineCallbacks,
     EngineLoad,
     InvalidSequenceError,
     Sequence,
-    StepCallback,
+    StartGrammar,
     StepFailedError,
     Steps,
 )
+from services.metrics import library_text
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class _Cancel(NamedTuple):
 
 
 class EngineThread:
-    """Runs an engine's steps on one thread. `submit`, `cancel` and `load` may be called from any thread.
+    """Runs an engine's steps on one thread. `submit`, `cancel` and `engine_load` may be called from any thread.
 
     Callbacks run on the engine's thread between steps, so they must be quick; one that raises is logged.
     """
@@ -53,14 +55,12 @@ class EngineThread:
     def __init__(
         self,
         steps: Steps,
-        on_step: StepCallback,
-        on_failure: Callable[[list[Sequence], str], None],
-        on_removed: Callable[[Sequence], None],
+        start_grammar: StartGrammar,
+        callbacks: EngineCallbacks,
     ) -> None:
+        self.start_grammar = start_grammar
         self._steps = steps
-        self._on_step = on_step
-        self._on_failure = on_failure
-        self._on_removed = on_removed
+        self._callbacks = callbacks
         self._changed = self._new_condition()
         self._inbox: deque[Sequence | _Cancel] = deque()
         self._stopping = False
@@ -72,10 +72,10 @@ class EngineThread:
 
     def start(self) -> None:
         # A daemon, so that a step that hangs cannot keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self.run_steps, name="engine", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout: float) -> bool:
+    def stop_engine(self, timeout: float) -> bool:
         """End after the running step, failing what is left. Say whether the thread ended within `timeout` seconds."""
         self._ask_to_stop()
         if self._thread is None:
@@ -83,10 +83,18 @@ class EngineThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def close(self) -> None:
+        """Let go of the arena's memory. Only once `stop_engine` has said that the thread has ended."""
+        self._steps.close()
+
+    def library_text(self, prefix: str) -> str:
+        """Return what the engine's library has counted, of names that begin so, in Prometheus' text format."""
+        return library_text(prefix)
+
     def submit(self, sequence: Sequence) -> None:
         """Put a sequence in line; from here on it is the engine thread's.
 
-        Raises InvalidSequenceError when its tokens or its tables cannot be right, EngineStoppedError after `stop`.
+        Raises InvalidSequenceError when its tokens or tables cannot be right, EngineStoppedError after `stop_engine`.
         """
         self._steps.check(sequence)
         self._put(sequence)
@@ -94,11 +102,11 @@ class EngineThread:
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """Take a sequence out after the running step. `on_removed` tells when; nothing does if it has ended before.
 
-        Raises EngineStoppedError after `stop`.
+        Raises EngineStoppedError after `stop_engine`.
         """
         self._put(_Cancel(request_id, attempt))
 
-    def load(self) -> EngineLoad:
+    def engine_load(self) -> EngineLoad:
         """Return what there is to do, what has been submitted since then included."""
         with self._changed:
             num_running, num_queued, num_uncomputed = self._steps_load
@@ -122,7 +130,8 @@ class EngineThread:
             self._inbox.append(entry)
             self._changed.notify()
 
-    def _run(self) -> None:
+    def run_steps(self) -> None:
+        """Take sequences and compute until it is stopped, on this thread."""
         try:
             while self._take():
                 self._step()
@@ -145,9 +154,9 @@ class EngineThread:
             removed = [sequence for entry in entries if (sequence := self._apply(entry, refused)) is not None]
             self._steps_load = self._steps.load()
         for sequence in removed:
-            self._call_back(self._on_removed, sequence)
+            self._call_back(self._callbacks.on_removed, sequence)
         if refused:
-            self._call_back(self._on_failure, refused, "the engine does not take this sequence")
+            self._call_back(self._callbacks.on_failure, refused, "the engine does not take this sequence")
         return True
 
     def _apply(self, entry: Sequence | _Cancel, refused: list[Sequence]) -> Sequence | None:
@@ -166,12 +175,12 @@ class EngineThread:
             result = self._steps.run_step()
         except StepFailedError as error:
             log.exception("an engine step of %d sequences failed", len(error.sequences))
-            self._call_back(self._on_failure, error.sequences, str(error))
+            self._call_back(self._callbacks.on_failure, error.sequences, str(error))
             if error.is_lost:
                 raise
             return
         if result is not None:
-            self._call_back(self._on_step, result)
+            self._call_back(self._callbacks.on_step, result)
 
     def _end(self) -> None:
         with self._changed:
@@ -183,7 +192,7 @@ class EngineThread:
             left = [*self._steps.clear(), *refused]
             self._steps_load = self._steps.load()
         if left:
-            self._call_back(self._on_failure, left, "the engine was stopped")
+            self._call_back(self._callbacks.on_failure, left, "the engine was stopped")
 
     def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

@@ -40,7 +40,9 @@ def with_engine(
         return msgspec.structs.replace(
             config,
             worker=msgspec.structs.replace(config.worker, block_size=block_size),
-            engine=EngineConfig(name="vllm", kv_format=kv_format, kv_bytes=kv_bytes, args=args),
+            engine=EngineConfig(
+                name="vllm", process=config.engine.process, kv_format=kv_format, kv_bytes=kv_bytes, args=args
+            ),
         )
     except ValueError as error:
         raise UserError(f"vLLM cannot be served like this: {error}") from error
@@ -53,7 +55,7 @@ def in_place_of_the_files(config: MeshConfig, name: EngineName) -> MeshConfig:
         return config
     size = config.worker.block_size
     return with_engine(
-        msgspec.structs.replace(config, engine=EngineConfig()),
+        msgspec.structs.replace(config, engine=EngineConfig(process=config.engine.process)),
         read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), name),
         name=name,
         block_size=BLOCK_SIZE if name == "vllm" and size % BLOCK_SIZE else size,

@@ -6,6 +6,7 @@ import contextvars
 import itertools
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from tokenizers import Tokenizer, models
@@ -34,7 +35,7 @@ from services.sim.gateway import run_sim_gateway
 from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.clock import LocalClock
-from services.sim.platform.engine import Pace, SimSteps
+from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
 from services.sim.platform.loop import Process, SimLoop
 from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.load import make_parts as make_store_parts
@@ -273,10 +274,9 @@ class SimMesh:
             model="fake",
             arena=arena,
             shape=shape,
-            steps=steps,
+            make_engine=partial(SimEngineThread, steps, GRAMMARS.compile),
             limits=limits,
             credentials=credentials,
-            start_grammar=GRAMMARS.compile,
             platform=self._make_platform(host, service),
         )
 

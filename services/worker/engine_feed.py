@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 from dataplane.blocks.cache import BlockCache
 from schemas.request import AttemptFailure
-from services.engine.interface import InvalidSequenceError, Sequence, StepResult
+from services.engine.interface import EngineCallbacks, InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
 from services.worker.core.actions import Submit
 from services.worker.core.attempts import AnyAttempt
@@ -28,18 +29,19 @@ class EngineFeed:
         post: Callable[..., None],
         step: Callable[[EngineEvent], object],
     ) -> None:
-        self._parts = parts
+        self._stop_timeout_s = parts.limits.times.worker.engine_stop_timeout_s
         self._holder = holder
         self._cores = cores
         self._post = post
         self._step = step
         self._ungiven: dict[AttemptKey, Sequence] = {}
         """Sequences whose grammar is still being understood."""
-        self.engine = parts.platform.make_engine(
-            parts.steps,
-            on_step=lambda result: post(self._on_step, result),
-            on_failure=lambda sequences, reason: post(self._on_failure, sequences, reason),
-            on_removed=lambda sequence: post(self._on_removed, sequence),
+        self.engine = parts.make_engine(
+            EngineCallbacks(
+                on_step=partial(post, self._on_step),
+                on_failure=partial(post, self._on_failure),
+                on_removed=partial(post, self._on_removed),
+            )
         )
 
     def submit(self, action: Submit) -> None:
@@ -49,7 +51,7 @@ class EngineFeed:
             sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
         self.note_written(sequence, attempt, sequence.num_computed_tokens)
         if sequence.sampling.grammar:
-            sequence.grammar = self._parts.start_grammar(sequence.sampling.grammar)
+            sequence.grammar = self.engine.start_grammar(sequence.sampling.grammar)
             if not sequence.grammar.done():  # the engine's thread waits for nobody
                 self._ungiven[attempt.key] = sequence
                 attempt.awaits_grammar = True
@@ -60,7 +62,7 @@ class EngineFeed:
     def expect(self, grammar: str) -> None:
         """Begin to understand what an answer must be that is soon to be computed here."""
         if grammar:
-            self._parts.start_grammar(grammar)
+            self.engine.start_grammar(grammar)
 
     def _give(self, sequence: Sequence) -> None:
         try:
@@ -93,8 +95,8 @@ class EngineFeed:
 
     def stop_engine(self) -> None:
         """End after the running step, and let go of the memory. Blocks."""
-        if self.engine.stop(self._parts.limits.times.worker.engine_stop_timeout_s):
-            self._parts.steps.close()
+        if self.engine.stop_engine(self._stop_timeout_s):
+            self.engine.close()
 
     def _on_understood(self, key: AttemptKey) -> None:
         if (sequence := self._ungiven.pop(key, None)) is not None:

@@ -22,7 +22,7 @@ from schemas.worker import (
     WorkerRates,
 )
 from services.bus.typed import TypedBus
-from services.engine.thread import EngineThread
+from services.engine.process import RunningEngine
 from services.times import PresenceTimes
 from services.worker.core.leases import Grant
 from services.worker.kv.holder import KVHolder
@@ -138,13 +138,13 @@ class Reporter(ABC):
 class WorkerReporter(Reporter):
     """Describes one worker, with what waits and runs in its cores and its engine."""
 
-    engine: EngineThread
+    engine: RunningEngine
     rates: MeasuredRates
     cores: Cores
 
     def current_load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms`."""
-        engine, roles = self.engine.load(), self.cores.roles
+        engine, roles = self.engine.engine_load(), self.cores.roles
         num_queued = sum(role.num_queued for role in roles)
         awaited = {"prefill": 0, "decode": 0}
         for attempt in self.cores.attempts():

@@ -3,10 +3,12 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
+from services.engine.loading import LIBRARY_METRICS
 from services.metrics import Metrics
 from services.runtime import ended_before
 from services.telemetry import Telemetry
@@ -32,10 +34,10 @@ async def run_roles(
     Return whether an operator wants it to be started again; None: no operator has told it to leave."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics = metrics or Metrics(parts.worker_id)
-    if parts.library_metrics:
-        metrics.show_library(parts.library_metrics)
     bus = TypedBus(connection, parts.role, metrics)
     worker = Worker(parts, make_roles, config, bus, telemetry, metrics)
+    if config.engine.name == "vllm":
+        metrics.show_library(partial(worker.engine.library_text, LIBRARY_METRICS))
     try:
         async with asyncio.TaskGroup() as tasks:
             await worker.begin_serving(tasks)

@@ -107,9 +107,10 @@ class Worker(HolderShell[BlockCache]):
         self._feed = EngineFeed(
             parts, self._holder, self.cores, post=self._post, step=lambda event: self.step(event, "engine")
         )
+        self.engine = self._feed.engine
         self.reporter = WorkerReporter(
             identity=parts.info(), holder=self._holder, bus=bus, outbox=self._outbox, times=config.times.presence,
-            journal=self.observer.journal, engine=self._feed.engine, rates=self._rates, cores=self.cores,
+            journal=self.observer.journal, engine=self.engine, rates=self._rates, cores=self.cores,
         )  # fmt: skip
         self._changed = asyncio.Event()
         """Set when the load is to be told."""
@@ -135,7 +136,7 @@ class Worker(HolderShell[BlockCache]):
         await self.start_serving(tasks)
         await asyncio.to_thread(self._wire.measure)
         self._reads = self.make_reads(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
-        self._feed.engine.start()
+        self.engine.start()
 
     async def may_leave(self, *, forced: bool) -> LeaveAnswered:
         """Return what the scheduler says to our leaving; without one nobody is known who could go on with what runs."""
@@ -293,7 +294,7 @@ class Worker(HolderShell[BlockCache]):
     def check_engine(self) -> None:
         """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
         cannot compute must not look well."""
-        if self._feed.engine.has_failed:
+        if self.engine.has_failed:
             raise EngineStoppedError(f"the engine of {self._parts.worker_id} has failed")
         self._check_reads()
 

@@ -52,6 +52,7 @@ from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.thread import EngineThread
+from tests.engine.quiet import no_grammar
 
 Way = Literal["ours", "recompute", "naive"]
 WAYS: tuple[Way, ...] = ("ours", "recompute", "naive")
@@ -273,7 +274,9 @@ class _Run:
 
     def __init__(self, engine: base.Engine, plan: Plan, token_budget: int) -> None:
         steps = BatchSteps(engine, Batch(token_budget))
-        self._thread = EngineThread(steps, self._on_step, self._on_failure, self._on_removed)
+        self._thread = EngineThread(
+            steps, no_grammar, base.EngineCallbacks(self._on_step, self._on_failure, self._on_removed)
+        )
         self._plan = plan
         self._num_recomputing = len(plan.recomputed)
         self._num_serving = len(plan.served)
@@ -293,7 +296,7 @@ class _Run:
             if not self._ended.wait(BATCH_TIMEOUT_S):
                 raise RequestFailedError(f"a batch did not end within {BATCH_TIMEOUT_S:.0f} s")
         finally:
-            self._thread.stop(ENGINE_STOP_TIMEOUT_S)
+            self._thread.stop_engine(ENGINE_STOP_TIMEOUT_S)
         if self._failure:
             raise RequestFailedError(self._failure)
         return self._outcome

@@ -29,6 +29,7 @@ from services.engine.thread import EngineThread
 from services.engine.vllm_engine.formats import BLOCK_SIZE, format_here
 from services.worker.limits import SWITCH_INTERVAL_S
 from tests.bench.vllm_peers import NUM_THREADS, TOKEN_BUDGET
+from tests.engine.quiet import NO_CALLBACKS, no_grammar
 
 TIMER_S = 0.005
 NUM_ANSWER = 32
@@ -157,14 +158,14 @@ def _beside(loaded: _Loaded, num_tokens: int, measure: Callable[[], float]) -> f
             submit()
 
     steps: Steps = loaded.steps
-    thread = EngineThread(steps, on_step, lambda _, __: None, lambda _: None)
+    thread = EngineThread(steps, no_grammar, NO_CALLBACKS._replace(on_step=on_step))
     submit()
     thread.start()
     late_ms = measure()
     is_over.set()
-    while thread.load().num_running + thread.load().num_queued:
+    while thread.engine_load().num_running + thread.engine_load().num_queued:
         time.sleep(TIMER_S)
-    assert thread.stop(STOP_TIMEOUT_S) and not thread.has_failed  # one request may outlast a short measurement
+    assert thread.stop_engine(STOP_TIMEOUT_S) and not thread.has_failed  # one request may outlast a short measurement
     return late_ms
 
 

@@ -99,7 +99,7 @@ def test_memory_is_looked_at_first(checkpoint: Checkpoint) -> None:
 def test_memory_for_our_own_engine_and_a_store(checkpoint: Checkpoint) -> None:
     config = MeshConfig(worker=WorkerConfig(kv_bytes=512 * MIB))
     check_memory(config, checkpoint, 2 << 30, num_workers=2)
-    with pytest.raises(UserError, match=r"4 .* need about 2\.8 GiB \(each has 0\.5 of arena.* and 2\.0 are free"):
+    with pytest.raises(UserError, match=r"4 .* need about 3\.0 GiB \(each has 0\.5 of arena.* and 2\.0 are free"):
         check_memory(config, checkpoint, 2 << 30, num_workers=4)
     with pytest.raises(UserError, match=r"2 .* need .* the store 2\.0\) and 2\.0 are free"):
         check_memory(config, checkpoint, 2 << 30, num_workers=2, store_bytes=2 << 30)

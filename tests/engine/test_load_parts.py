@@ -21,6 +21,7 @@ from services.errors import UserError
 from services.gateway.service import load_model
 from services.store.load import load_store
 from services.worker.parts import WorkerParts, load_parts
+from tests.engine.quiet import NO_CALLBACKS
 from tests.plane.fake_card import Fabric, FakeCard
 
 
@@ -83,7 +84,7 @@ def test_without_a_card_all_is_as_it_was(model: str, device: str, monkeypatch: p
         assert isinstance(parts.arena, Arena) and parts.arena.num_bytes == parts.shape.arena_bytes
         assert (parts.device, parts.shape.layout.dtype) == ("cpu", "float32")
     finally:
-        parts.steps.close()
+        parts.make_engine(NO_CALLBACKS).close()
         parts.arena.close()
 
 
@@ -131,7 +132,7 @@ def test_gateway_store_and_worker_name_the_same_kv(model: str, mesh_device: str,
     store = load_store(config, "store-0")
     store.arena.close()
     parts = load_parts(with_device(config, own_device) if own_device else config, "decode", WorkerId("d-0"))
-    parts.steps.close()
+    parts.make_engine(NO_CALLBACKS).close()
     parts.arena.close()
     assert parts.shape.layout.dtype == ("float32" if mesh_device == "cpu" else "bfloat16")
     named = {

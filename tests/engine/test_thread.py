@@ -1,52 +1,95 @@
-"""The engine thread: every sequence ends in exactly one way, whoever asks when."""
+"""The engine, on a thread and in a process of its own: every sequence ends in exactly one way, whoever asks when."""
 
 import queue
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any
 
 import pytest
 
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
+from dataplane.carriers.host import HostArena
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
-from services.engine.interface import EngineLoad, EngineLostError, InvalidSequenceError, Sequence, StepItem, StepResult
+from services.engine.interface import (
+    EngineCallbacks,
+    EngineLoad,
+    EngineLostError,
+    InvalidSequenceError,
+    Sequence,
+    StepItem,
+    StepResult,
+)
+from services.engine.process import EngineChild, EngineProcess, RunningEngine
+from services.engine.rules import check_sequence
 from services.engine.thread import EngineStoppedError, EngineThread
+from tests.engine import fake_child
+from tests.engine.quiet import no_grammar
+from tests.waiting import wait_until
 
+VOCAB = 256
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)
 NUM_BLOCKS = 400
 TIMEOUT = 30.0
 
 
 class Rig:
-    """An engine thread over a fake engine; steps can be held and failed."""
+    """A fake engine, on a thread or in a process of its own; steps can be held and failed."""
 
-    def __init__(self, token_budget: int = 16) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.in_step = threading.Event()
-        self.fail_with: Exception | None = None
+    def __init__(self, *, in_process: bool = False, token_budget: int = 16) -> None:
         self.events: queue.Queue[tuple[str, str, str]] = queue.Queue()
         self.answers: dict[str, list[int]] = {}
         self.threads: set[str] = set()
         self.next_block = 0
-        engine = FakeEngine(
-            uniform_shape(LAYOUT, NUM_BLOCKS),
-            memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)),
-            before_step=self.before_step,
-        )
-        steps = BatchSteps(engine, Batch(token_budget))
-        self.thread = EngineThread(steps, self.on_step, self.on_failure, self.on_removed)
+        self.in_process = in_process
+        callbacks = EngineCallbacks(self.on_step, self.on_failure, self.on_removed)
+        shape = uniform_shape(LAYOUT, NUM_BLOCKS)
+        if in_process:
+            self.arena = HostArena.create(shape)
+            self.control = fake_child.Control()
+            self.gate: Any = self.control
+            self.in_step: Any = self.control
+            order = fake_child.order_of(shape, self.arena.name, self.arena.nonce, token_budget=token_budget)
+            self.child = EngineChild(order, "decode-0", self.control.spawn)
+            check = partial(
+                check_sequence, layout=LAYOUT, vocab_size=VOCAB, context_length=4096, token_budget=token_budget
+            )
+            self.thread: RunningEngine = EngineProcess(self.child, check, callbacks)
+            return
+        self.gate, self.in_step = threading.Event(), threading.Event()
+        self.gate.set()
+        self._error: Exception | None = None
+        memory = memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes))
+        steps = BatchSteps(FakeEngine(shape, memory, before_step=self.before_step), Batch(token_budget))
+        self.thread = EngineThread(steps, no_grammar, callbacks)
 
     def before_step(self, items: Seq[StepItem]) -> None:
         self.in_step.set()
         assert self.gate.wait(TIMEOUT)
-        if self.fail_with is not None:
-            error, self.fail_with = self.fail_with, None
+        if self._error is not None:
+            error, self._error = self._error, None
             raise error
+
+    def fail(self, how: int) -> None:
+        """Let the next step raise (`fake_child`)."""
+        if self.in_process:
+            self.control.fail(how)
+        else:
+            lost = how == fake_child.IS_LOST
+            self._error = EngineLostError("the card fails") if lost else RuntimeError("out of luck")
+
+    def close(self) -> None:
+        self.gate.set()
+        assert self.thread.stop_engine(TIMEOUT)
+        self.thread.close()
+        if self.in_process:
+            self.control.close()
+            self.arena.close()
 
     def on_step(self, result: StepResult) -> None:
         self.threads.add(threading.current_thread().name)
@@ -56,6 +99,8 @@ class Rig:
             self.answers.setdefault(request_id, []).append(token.token_id)
             if token.local_end:
                 self.events.put(("ended", request_id, token.finish_reason or ""))
+        for sequence, reason in result.failed:
+            self.events.put(("failed", sequence.request_id, reason))
 
     def on_failure(self, sequences: list[Sequence], reason: str) -> None:
         for sequence in sequences:
@@ -64,7 +109,7 @@ class Rig:
     def on_removed(self, sequence: Sequence) -> None:
         self.events.put(("removed", sequence.request_id, ""))
 
-    def submit(self, name: str, length: int = 20, max_tokens: int = 5) -> Sequence:
+    def submit(self, name: str, length: int = 20, max_tokens: int = 5, **more: Any) -> Sequence:
         count = -(-(length + max_tokens) // LAYOUT.block_size)
         sequence = Sequence(
             request_id=RequestId(name),
@@ -74,6 +119,8 @@ class Rig:
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             tables=(BlockTable((Segment(self.next_block, count),)),),
         )
+        for field, value in more.items():
+            setattr(sequence, field, value)
         self.next_block += count
         self.thread.submit(sequence)
         return sequence
@@ -82,13 +129,20 @@ class Rig:
         return self.events.get(timeout=TIMEOUT)
 
 
+@pytest.fixture(params=[False, True], ids=["thread", "process"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(in_process=request.param)
+    made.thread.start()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def threaded() -> Iterator[Rig]:
     made = Rig()
     made.thread.start()
     yield made
-    made.gate.set()
-    assert made.thread.stop(TIMEOUT)
+    made.close()
 
 
 def test_sequences_are_answered_on_the_engine_s_thread(rig: Rig) -> None:
@@ -99,36 +153,36 @@ def test_sequences_are_answered_on_the_engine_s_thread(rig: Rig) -> None:
         sampling = SamplingParams(max_tokens=5, temperature=0.0)
         assert rig.answers[f"r{n}"] == fake_answer(LAYOUT, list(range(10 + n)), sampling)
     assert rig.threads == {"engine"}
-    assert rig.thread.load() == EngineLoad(0, 0, 0)
+    assert rig.thread.engine_load() == EngineLoad(0, 0, 0)
 
 
 def test_an_engine_that_gives_too_few_tokens_fails_the_step_and_not_the_thread(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    threaded: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(FakeEngine, "compute", lambda self, items: [])
-        rig.submit("r")
-        event, name, reason = rig.next()
+        threaded.submit("r")
+        event, name, reason = threaded.next()
         assert (event, name) == ("failed", "r") and "one outcome per sampling item" in reason
-    rig.submit("s")
-    assert rig.next() == ("ended", "s", "length")
-    assert not rig.thread.has_failed
+    threaded.submit("s")
+    assert threaded.next() == ("ended", "s", "length")
+    assert not threaded.thread.has_failed
 
 
-def test_a_thread_that_fails_ends_all_sequences_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_fails_ends_all_sequences_and_says_so(threaded: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(_self: Batch) -> list[StepItem]:
         raise RuntimeError("a mistake of ours")
 
-    rig.gate.clear()
-    rig.submit("r")
-    assert rig.in_step.wait(TIMEOUT)
+    threaded.gate.clear()
+    threaded.submit("r")
+    assert threaded.in_step.wait(TIMEOUT)
     monkeypatch.setattr(Batch, "plan", plan)
-    rig.submit("s")
-    rig.gate.set()
-    assert {rig.next() for _ in range(2)} == {("failed", name, "the engine was stopped") for name in ("r", "s")}
-    assert rig.thread.has_failed
+    threaded.submit("s")
+    threaded.gate.set()
+    assert {threaded.next() for _ in range(2)} == {("failed", name, "the engine was stopped") for name in ("r", "s")}
+    assert threaded.thread.has_failed
     with pytest.raises(EngineStoppedError):
-        rig.submit("t")
+        threaded.submit("t")
 
 
 def test_a_cancelled_sequence_is_let_go_of_only_after_the_step(rig: Rig) -> None:
@@ -176,11 +230,11 @@ def test_a_step_that_raises_fails_its_sequences_and_the_thread_lives(rig: Rig) -
     rig.submit("a")
     assert rig.in_step.wait(TIMEOUT)
     rig.submit("b")
-    rig.fail_with = RuntimeError("out of luck")
+    rig.fail(fake_child.RAISES)
     rig.gate.set()
     assert rig.next() == ("failed", "a", "RuntimeError: out of luck")
     assert rig.next() == ("ended", "b", "length"), "who was not in the step is not in the failure"
-    assert rig.thread.load() == EngineLoad(0, 0, 0)
+    assert rig.thread.engine_load() == EngineLoad(0, 0, 0)
 
 
 def test_an_engine_that_is_lost_ends_the_thread_and_all_sequences(rig: Rig) -> None:
@@ -188,21 +242,21 @@ def test_an_engine_that_is_lost_ends_the_thread_and_all_sequences(rig: Rig) -> N
     rig.submit("a")
     assert rig.in_step.wait(TIMEOUT)
     rig.submit("b")
-    rig.fail_with = EngineLostError("the card fails")
+    rig.fail(fake_child.IS_LOST)
     rig.gate.set()
     assert rig.next() == ("failed", "a", "EngineLostError: the card fails")
-    assert rig.next() == ("failed", "b", "the engine was stopped")
-    assert rig.thread.has_failed
+    assert rig.next()[:2] == ("failed", "b")
+    wait_until(lambda: rig.thread.has_failed)
 
 
 def test_a_callback_that_raises_does_not_end_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    original = rig.thread._on_step
+    original = rig.thread._callbacks
 
     def fail(result: StepResult) -> None:
-        rig.thread._on_step = original
+        rig.thread._callbacks = original
         raise ValueError("a bug")
 
-    rig.thread._on_step = fail
+    rig.thread._callbacks = original._replace(on_step=fail)
     rig.submit("r")
     assert rig.next() == ("ended", "r", "length")
     assert "a bug" in caplog.text
@@ -212,12 +266,12 @@ def test_load_counts_what_waits(rig: Rig) -> None:
     rig.gate.clear()
     rig.submit("a", length=40, max_tokens=2)
     assert rig.in_step.wait(TIMEOUT)
-    assert rig.thread.load() == EngineLoad(0, 1, 40)
+    assert rig.thread.engine_load() == EngineLoad(0, 1, 40)
     rig.submit("b", length=30, max_tokens=2)
-    assert rig.thread.load() == EngineLoad(0, 2, 70)
+    assert rig.thread.engine_load() == EngineLoad(0, 2, 70)
     rig.gate.set()
     rig.next(), rig.next()
-    assert rig.thread.load() == EngineLoad(0, 0, 0)
+    assert rig.thread.engine_load() == EngineLoad(0, 0, 0)
 
 
 def test_stop_fails_what_is_left_and_refuses_more() -> None:
@@ -227,18 +281,18 @@ def test_stop_fails_what_is_left_and_refuses_more() -> None:
     rig.submit("a", max_tokens=1000)
     assert rig.in_step.wait(TIMEOUT)
     rig.submit("b")
-    assert not rig.thread.stop(0.01), "the step still runs"
+    assert not rig.thread.stop_engine(0.01), "the step still runs"
     with pytest.raises(EngineStoppedError):
         rig.submit("c")
     with pytest.raises(EngineStoppedError):
         rig.thread.cancel(RequestId("a"), 0)
     rig.gate.set()
-    assert rig.thread.stop(TIMEOUT)
+    assert rig.thread.stop_engine(TIMEOUT)
     assert {rig.next(), rig.next()} == {("failed", name, "the engine was stopped") for name in ("a", "b")}
 
 
 def test_stop_before_start() -> None:
-    assert Rig().thread.stop(1.0)
+    assert Rig().thread.stop_engine(1.0)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +309,9 @@ def test_stop_before_start() -> None:
         ({"token_ids": [1, 2, 3, *range(10)]}, "has had all"),
     ],
 )
-def test_a_sequence_that_would_fail_everybody_is_refused(rig: Rig, change: dict[str, object], expected: str) -> None:
+def test_a_sequence_that_would_fail_everybody_is_refused(
+    threaded: Rig, change: dict[str, object], expected: str
+) -> None:
     sequence = Sequence(
         request_id=RequestId("bad"),
         attempt=0,
@@ -267,7 +323,7 @@ def test_a_sequence_that_would_fail_everybody_is_refused(rig: Rig, change: dict[
     for name, value in change.items():
         setattr(sequence, name, value)
     with pytest.raises(InvalidSequenceError, match=expected):
-        rig.thread.submit(sequence)
+        threaded.thread.submit(sequence)
 
 
 def test_submissions_and_cancellations_from_many_threads(rig: Rig) -> None:

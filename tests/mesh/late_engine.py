@@ -10,7 +10,7 @@ from schemas.worker import WorkerRole
 from services.engine.fake import FakeEngine, _rows
 from services.engine.interface import Outcome, StepItem
 from services.worker.parts import WorkerParts
-from tests.mesh.one_process import LAYOUT, VOCAB, make_parts, steps_of
+from tests.mesh.one_process import GRAMMARS, LAYOUT, VOCAB, make_parts, steps_of, thread_of
 from tests.plane.fake_card import FakeCard, FakeMemory
 
 WAIT_S = 60.0
@@ -57,4 +57,5 @@ def make_card_parts(
     in_memory = make_parts(worker_id, role, num_blocks=num_blocks, layout=layout)
     in_memory.arena.close()
     arena = CardArena(card, uniform_shape(layout, num_blocks))
-    return replace(in_memory, arena=arena, steps=steps_of(LateEngine(arena)), device=f"cuda:0 {card.name}")
+    made = thread_of(steps_of(LateEngine(arena)), GRAMMARS.compile)
+    return replace(in_memory, arena=arena, make_engine=made, device=f"cuda:0 {card.name}")

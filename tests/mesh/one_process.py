@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from schemas import subjects
@@ -43,15 +44,17 @@ from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
 from services.engine.interface import Engine, StartGrammar
+from services.engine.process import RunningEngine
+from services.engine.thread import EngineThread
 from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
-from services.sim.platform.engine import Pace, SimSteps
+from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
 from services.telemetry import ListExporter, Telemetry
 from services.times import Times
 from services.worker.core.checks import WorkerLimits
-from services.worker.parts import WorkerParts
+from services.worker.parts import MakeEngine, WorkerParts
 from tests import virtual
 from tests.credentials import CREDENTIALS, GatewayBus
 from tests.promises import must_end, same_tokens
@@ -68,6 +71,21 @@ LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2,
 def steps_of(engine: Engine, token_budget: int = TOKEN_BUDGET) -> BatchSteps:
     batch = Batch(token_budget, context_length=CONTEXT_LENGTH)
     return BatchSteps(engine, batch) if virtual.network() is None else SimSteps(engine, batch, Pace())
+
+
+def thread_of(steps: BatchSteps, start_grammar: StartGrammar) -> MakeEngine:
+    return partial(EngineThread if virtual.network() is None else SimEngineThread, steps, start_grammar)
+
+
+def in_engine(parts: WorkerParts) -> tuple[BatchSteps, StartGrammar]:
+    """Return what the engine's thread of a worker is made of."""
+    return cast("partial[RunningEngine]", parts.make_engine).args  # type: ignore[return-value]
+
+
+def fake_engine(parts: WorkerParts) -> FakeEngine:
+    engine = in_engine(parts)[0].engine
+    assert isinstance(engine, FakeEngine)
+    return engine
 
 
 def make_parts(
@@ -101,10 +119,9 @@ def make_parts(
         model="fake",
         arena=arena,
         shape=shape,
-        steps=steps_of(FakeEngine(shape, arena.buffer, vocab_size=VOCAB)),
+        make_engine=thread_of(steps_of(FakeEngine(shape, arena.buffer, vocab_size=VOCAB)), start_grammar),
         limits=limits,
         credentials=CREDENTIALS,
-        start_grammar=start_grammar,
         platform=platform,
     )
 
@@ -339,9 +356,10 @@ async def one_process_mesh(
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         tasks.create_task(run_directory(config, MemoryBus(broker), stop))
         for parts in workers:
-            assert isinstance(parts.steps, BatchSteps)
+            steps, start_grammar = in_engine(parts)
             limits = replace(parts.limits, times=times)
-            parts = replace(parts, steps=steps_of(parts.steps.engine, token_budget), limits=limits)
+            made = thread_of(steps_of(steps.engine, token_budget), start_grammar)
+            parts = replace(parts, make_engine=made, limits=limits)
             telemetry = Telemetry(parts.worker_id, exporter, at_once=exporter is not None)
             tasks.create_task(
                 run_worker(parts, config, MemoryBus(broker), telemetry, (stops or {}).get(parts.worker_id, stop))

@@ -25,12 +25,11 @@ from schemas.request import (
     SamplingParams,
 )
 from services.bus.limits import MAX_PAYLOAD_BYTES, MIN_PAYLOAD_BYTES
-from services.engine.batch_steps import BatchSteps
-from services.engine.fake import FakeEngine, fake_answer
+from services.engine.fake import fake_answer
 from services.runtime import now_ms
 from services.times import DirectoryTimes, PresenceTimes, Times, WorkerTimes
 from tests import virtual
-from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
+from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, fake_engine, make_parts, one_process_mesh
 from tests.promises import same_tokens
 from tests.waiting import until
 
@@ -246,8 +245,7 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
 async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -> None:
     """Each is cancelled between two chunks, when some of its blocks have been told to the directory."""
     parts = make_parts("p-0", "prefill", num_blocks=64)
-    assert isinstance(parts.steps, BatchSteps) and isinstance(parts.steps.engine, FakeEngine)
-    parts.steps.engine.before_step = lambda _: time.sleep(0.05)
+    fake_engine(parts).before_step = lambda _: time.sleep(0.05)
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     async with one_process_mesh(parts, make_parts("d-0", "decode", num_blocks=64), token_budget=8) as client:
 

@@ -20,13 +20,16 @@ import sys
 from typing import Any
 
 from services.cli.app import run
+from services.engine import child
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.loading import ENVIRONMENT
+from services.worker import parts
 
 MODULES = (
     "services.bus.nats",
     "services.launch.serve",
     "services.directory.service",
+    "services.engine.loading",
     "services.engine.torch_engine.model",
     "services.gateway.service",
     "services.scheduler.service",
@@ -181,6 +184,7 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
         os.close(fd)
+    parts.spawn_child = _fork_engine  # type: ignore[assignment]
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     sys.argv = ["kvmesh", *arguments]
     code = 1
@@ -194,6 +198,43 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+class ForkedEngine:
+    """A forked engine, with what a worker uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+
+def _fork_engine(name: str, fds: tuple[int, int, int]) -> ForkedEngine:
+    """Start the engine's process as `spawn_child` does, without what its imports would take."""
+    worker = os.getpid()
+    if (pid := os.fork()) == 0:
+        signal.set_wakeup_fd(-1)
+        os.dup2(2, 1)
+        before = 3
+        for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(before, fd)
+            before = fd + 1
+        code = 1
+        try:
+            code = child.main(name, *fds, worker)
+        except BaseException as error:  # noqa: BLE001 -- as the interpreter would
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(code)
+    return ForkedEngine(pid)
 
 
 def _import_everything() -> None:

@@ -30,10 +30,10 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.torch_engine.model import load_engine
 from services.gateway.service import load_model
 from services.sim.client import Exchange, post
-from services.sim.mesh import MeshShape, Service, SimMesh, memory_arena
+from services.sim.mesh import GRAMMARS, MeshShape, Service, SimMesh, memory_arena
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
-from services.sim.platform.engine import Pace, SimSteps
+from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
 from services.sim.platform.loop import PROCESS, SimLoop
 from services.sim.platform.plane import SimNetwork
 from services.sim.world import undisturbed
@@ -189,7 +189,8 @@ class LifeMesh(SimMesh):
         )
         batch = Batch(self.config.worker.token_budget, context_length=self._model.context_length)
         steps = SimSteps(engine, batch, PACE)
-        return dataclasses.replace(parts, arena=arena, shape=self._shape, steps=steps, limits=limits)
+        make_engine = functools.partial(SimEngineThread, steps, GRAMMARS.compile)
+        return dataclasses.replace(parts, arena=arena, shape=self._shape, make_engine=make_engine, limits=limits)
 
 
 class Stage:

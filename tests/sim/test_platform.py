@@ -10,9 +10,10 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
-from services.engine.interface import Sequence, StepResult
+from services.engine.interface import EngineCallbacks, Sequence, StepResult
 from services.sim.platform import threads
 from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
+from tests.engine.quiet import no_grammar
 from tests.virtual import virtually
 
 # Threads.
@@ -112,9 +113,13 @@ def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResul
     async def live() -> None:
         engine = FakeEngine(shape, memoryview(bytearray(shape.arena_bytes)))
         thread = SimEngineThread(
-            SimSteps(engine, Batch(32), pace), steps.append,
-            lambda sequences, _: left.extend(s.request_id for s in sequences),
-            lambda sequence: left.append(sequence.request_id),
+            SimSteps(engine, Batch(32), pace),
+            no_grammar,
+            EngineCallbacks(
+                steps.append,
+                lambda sequences, _: left.extend(s.request_id for s in sequences),
+                lambda sequence: left.append(sequence.request_id),
+            ),
         )  # fmt: skip
         thread.start()
         sampling = SamplingParams(max_tokens=5, temperature=0.0)
@@ -127,9 +132,9 @@ def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResul
         more = Sequence(RequestId("more"), 0, list(prompt), 40, sampling, tables)
         thread.submit(more)
         await asyncio.sleep(0.001)
-        thread.stop(1.0)
+        thread.stop_engine(1.0)
         await asyncio.sleep(1.0)
-        assert thread.stop(1.0), "it has ended"
+        assert thread.stop_engine(1.0), "it has ended"
 
     virtually(live)
     return heard, steps, left

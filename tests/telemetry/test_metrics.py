@@ -14,7 +14,7 @@ from schemas.kv import LeaseEnd, ReadEnd
 from services import metric_names as names
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
-from services.metrics import OTHER, MetricName, Metrics, exemplar_of
+from services.metrics import OTHER, MetricName, Metrics, exemplar_of, library_text
 from services.telemetry.limits import MAX_SERIES
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.observe import metrics as worker_metrics
@@ -62,7 +62,7 @@ def test_what_a_library_counts_is_shown_by_its_prefix() -> None:
         registered[0].set(3)
         metrics = Metrics("w")
         assert "vllm:running" not in text_of(metrics)
-        metrics.show_library("vllm:")
+        metrics.show_library(lambda: library_text("vllm:"))
         assert "vllm:running 3.0" in text_of(metrics) and "other:running" not in text_of(metrics)
     finally:
         for gauge in registered:

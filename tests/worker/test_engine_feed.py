@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.engine.interface import SampledToken, StepResult
+from services.engine.interface import EngineCallbacks, SampledToken, StepResult
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Emit, Submit
 from services.worker.core.leases import LeaseTable
@@ -20,12 +20,11 @@ def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> 
         case.one(case.run(core, case.run_prefill(number, first=9 * number, split=False)), Submit) for number in (1, 2)
     )
     del core.attempts[lost.attempt.key]
-    callbacks: dict[str, Any] = {}
+    callbacks: list[EngineCallbacks] = []
     actions: list[Action] = []
     EngineFeed(
         parts=cast("Any", SimpleNamespace(
-            steps=None, limits=case.limits(case.PREFILL),
-            platform=SimpleNamespace(make_engine=lambda steps, **named: callbacks.update(named)),
+            limits=case.limits(case.PREFILL), make_engine=callbacks.append,
         )),
         holder=cast("Any", SimpleNamespace(memory=cache)),
         cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
@@ -35,6 +34,6 @@ def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> 
     sequences = (lost.sequence, known.sequence)
     sampled = tuple(SampledToken(sequence, 0, 9, None, False) for sequence in sequences)
     with pytest.raises(AssertionError, match=r"^r2: their blocks are given back"):
-        callbacks["on_step"](StepResult(0, 1, 0, 2, tuple((sequence, 6) for sequence in sequences), sampled))
+        callbacks[0].on_step(StepResult(0, 1, 0, 2, tuple((sequence, 6) for sequence in sequences), sampled))
     assert known.attempt.num_stored_blocks == len(cache.take_changes()[0][1].stored) == 1, "its KV is kept"
     assert case.one(actions, Emit).tokens.request_id == "r1"

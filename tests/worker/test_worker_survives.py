@@ -34,8 +34,7 @@ from schemas.worker import (
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import MeshConfig, WorkerConfig
-from services.engine.batch_steps import BatchSteps
-from services.engine.fake import FakeEngine, fake_answer
+from services.engine.fake import fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
@@ -49,7 +48,7 @@ from services.worker.kv.holder import KVHolder
 from services.worker.shell import Worker
 from tests import virtual
 from tests.credentials import CREDENTIALS
-from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
+from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, fake_engine, make_parts, one_process_mesh
 from tests.promises import same_tokens
 from tests.waiting import until
 from tests.worker import worker_cases
@@ -70,8 +69,7 @@ async def two_workers(step_s: float = 0.0, *, spare: bool = False, **more: objec
     roles: dict[str, WorkerRole] = {"p-0": "prefill", "d-0": "decode"} | ({"d-1": "decode"} if spare else {})
     parts = [make_parts(name, role, num_blocks=1024) for name, role in roles.items()]
     for one in parts:
-        assert isinstance(one.steps, BatchSteps) and isinstance(one.steps.engine, FakeEngine)
-        one.steps.engine.before_step = lambda _items: time.sleep(step_s)
+        fake_engine(one).before_step = lambda _items: time.sleep(step_s)
     async with one_process_mesh(*parts, **more) as client:  # type: ignore[arg-type]
         yield client
 
@@ -445,7 +443,7 @@ def holder() -> Generator[KVHolder[BlockCache]]:
         on_started=lambda _lease: None, on_served=lambda _lease, _stats, _error: None,
     )  # fmt: skip
     yield made
-    parts.steps.close()
+    fake_engine(parts).close()
     made.close()
 
 

@@ -61,9 +61,9 @@ class SimEngineThread(EngineThread):
     _cooperative: CoThread | None = None
 
     def start(self) -> None:
-        self._cooperative = spawn(self._run, "engine")
+        self._cooperative = spawn(self.run_steps, "engine")
 
-    def stop(self, timeout: float) -> bool:
+    def stop_engine(self, timeout: float) -> bool:
         """As the real one. Called on the loop itself it cannot wait: the thread ends as the loop goes on."""
         self._ask_to_stop()
         if self._cooperative is None:

@@ -35,7 +35,6 @@ from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.kv import ReadEnd
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
-from services.sim.platform.engine import SimEngineThread
 from services.sim.platform.threads import CoThread, current, now_s, pause, spawn
 from services.worker.platform import Platform
 
@@ -377,5 +376,4 @@ def sim_platform(
         make_arena=functools.partial(memory_arena, host=host),
         make_server=make_server,
         make_reader=functools.partial(make_reader, network, host),
-        make_engine=SimEngineThread,
     )

@@ -1,0 +1,286 @@
+"""What a worker and its engine's process say to each other: messages over a pair of sockets, and, for each layer of a
+prompt that is handed over, a number in memory that both have.
+
+Each side trusts the other's intent, not its state: what does not decode ends the engine's process.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.blocks.layout import ArenaShape, BlockTables
+from schemas.block import TokenIds
+from schemas.ids import RequestId
+from schemas.logprobs import TokenLogprob
+from schemas.request import FinishReason, SamplingParams
+from services.config import EngineConfig, WorkerConfig
+from services.engine.checkpoint import Checkpoint
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Longer ones are nonsense: the longest prompt that a gateway takes has a few MiB."""
+READ_BYTES = 256 << 10
+LAST_WORDS_S = 2.0
+"""So long a side that ends waits for the other to take what it has to say."""
+_LENGTH = struct.Struct("<I")
+
+
+class BorderMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One message. A sequence goes by the `number` that its submission gave it."""
+
+
+class LoadEngine(BorderMessage, frozen=True):
+    """The first: make this engine, in this arena."""
+
+    checkpoint: Checkpoint
+    shape: ArenaShape
+    arena: str
+    nonce: str
+    worker: WorkerConfig
+    engine: EngineConfig
+
+
+class SubmitSequence(BorderMessage, frozen=True):
+    """A sequence, as `Sequence` has it. `row`: of the table, where its layers are told; -1: nobody wants to know."""
+
+    number: int
+    row: int
+    request_id: RequestId
+    attempt: int
+    tokens: TokenIds
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    tables: BlockTables
+    num_computed_tokens: int
+    max_local_tokens: int | None
+    stop_token_ids: tuple[int, ...]
+    tenant: str
+    wants_prompt_logprobs: bool
+
+
+class CancelSequence(BorderMessage, frozen=True):
+    number: int
+
+
+class StartGrammar(BorderMessage, frozen=True):
+    """Begin to understand a grammar; `GrammarStarted` follows with this number."""
+
+    number: int
+    text: str
+
+
+class AskLibrary(BorderMessage, frozen=True):
+    """What has the engine's library counted, of names that begin so? `LibraryCounted` follows."""
+
+    prefix: str
+
+
+class StopEngine(BorderMessage, frozen=True):
+    """End after the running step."""
+
+
+class EngineReady(BorderMessage, frozen=True):
+    """`device`: what is said of where it runs. `eos_token_ids`: what ends an answer."""
+
+    device: str
+    eos_token_ids: tuple[int, ...]
+
+
+class EngineRefused(BorderMessage, frozen=True):
+    """It cannot be made: a line for the user."""
+
+    reason: str
+
+
+class StepToken(msgspec.Struct, frozen=True, array_like=True):
+    """As `SampledToken`."""
+
+    number: int
+    token_id: int
+    finish_reason: FinishReason | None
+    local_end: bool
+    logprob: TokenLogprob | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """The prompt's, with the first token, where they are wanted."""
+
+
+class StepDone(BorderMessage, frozen=True):
+    """As `StepResult`. `computed`: number, computed tokens after the step, tokens that the engine had of its own."""
+
+    started_ns: int
+    ended_ns: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_preempted: int
+    computed: tuple[tuple[int, int, int], ...]
+    sampled: tuple[StepToken, ...]
+    failed: tuple[tuple[int, str], ...]
+
+
+class SequencesFailed(BorderMessage, frozen=True):
+    numbers: tuple[int, ...]
+    reason: str
+
+
+class SequenceLeft(BorderMessage, frozen=True):
+    """The engine has let go of a sequence that was cancelled."""
+
+    number: int
+
+
+class GrammarStarted(BorderMessage, frozen=True):
+    """`error`: why it cannot be understood."""
+
+    number: int
+    error: str = ""
+
+
+class LibraryCounted(BorderMessage, frozen=True):
+    """In Prometheus' text format."""
+
+    text: str
+
+
+ToEngine = LoadEngine | SubmitSequence | CancelSequence | StartGrammar | AskLibrary | StopEngine
+ToWorker = EngineReady | EngineRefused | StepDone | SequencesFailed | SequenceLeft | GrammarStarted | LibraryCounted
+HeardT = TypeVar("HeardT")
+
+
+class BorderError(Exception):
+    """The other side says what it cannot mean."""
+
+
+class Channel(Generic[HeardT]):
+    """One side's end. `say` may be called from any thread and waits for nobody: what the socket does not take at once
+    goes out as `hear` waits, which one thread calls. `bell`: an eventfd that ends this wait as well; it is closed
+    with the channel."""
+
+    def __init__(self, sock: socket.socket, bell: int, heard: Any) -> None:
+        self._socket = sock
+        self._socket.setblocking(False)
+        self._bell = bell
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[HeardT] = msgspec.msgpack.Decoder(heard)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._unsent = bytearray()
+        self._unread = bytearray()
+        self._poll = select.poll()
+        self._poll.register(bell, select.POLLIN)
+
+    def say(self, message: BorderMessage) -> None:
+        """Put a message in line. Where nobody is there any more, `hear` says so."""
+        with self._lock:
+            if self._is_closed:
+                return
+            data = self._encoder.encode(message)
+            self._unsent += _LENGTH.pack(len(data))
+            self._unsent += data
+            if len(self._unsent) == len(data) + _LENGTH.size:
+                self._send_on()
+            if self._unsent:
+                os.eventfd_write(self._bell, 1)
+
+    def hear(self, timeout_s: float | None = None) -> list[HeardT]:
+        """Wait until somebody has said something, the bell has rung or the time is over; return what was said. Raises
+        EOFError, BorderError."""
+        with self._lock:
+            wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        self._poll.register(self._socket, wanted)
+        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+        if self._bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        events = ready.get(self._socket.fileno(), 0)
+        if events & select.POLLOUT:
+            with self._lock:
+                self._send_on()
+        return self._read() if events & ~select.POLLOUT else []
+
+    def close(self) -> None:
+        """Send what waits, for a moment at most, and end: nothing is said or heard any more. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(LAST_WORDS_S)
+                self._socket.sendall(self._unsent)
+            self._socket.close()
+            os.close(self._bell)
+
+    def _send_on(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:  # nobody reads any more
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+
+    def _read(self) -> list[HeardT]:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not data:
+            raise EOFError("the other side has ended")
+        self._unread += data
+        heard: list[HeardT] = []
+        at = 0
+        while len(self._unread) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread, at)
+            if length > MAX_MESSAGE_BYTES:
+                raise BorderError(f"a message of {length} bytes")
+            end = at + _LENGTH.size + length
+            if len(self._unread) < end:
+                break
+            try:
+                heard.append(self._decoder.decode(memoryview(self._unread)[at + _LENGTH.size : end]))
+            except msgspec.MsgspecError as error:
+                raise BorderError(str(error)) from error
+            at = end
+        del self._unread[:at]
+        return heard
+
+
+class LayerTable:
+    """How far each layer of each sequence that is handed over is written: [rows, layers], in memory that both have.
+    The engine's process writes and rings the bell; the worker reads."""
+
+    def __init__(self, fd: int, num_layers: int) -> None:
+        self.rows: npt.NDArray[np.int64] = np.frombuffer(mmap.mmap(fd, 0), np.int64).reshape(-1, num_layers)
+
+
+def layer_memory(num_rows: int, num_layers: int) -> int:
+    """Return the file descriptor of a new table's memory, all zeros; pages are taken as rows are used."""
+    fd = os.memfd_create("kvmesh-layers", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_rows * num_layers * 8)
+    return fd
+
+
+class TableListener:
+    """Tells the layers of one sequence by a row of the table (`LayerListener`)."""
+
+    def __init__(self, row: npt.NDArray[np.int64], bell: int) -> None:
+        self._row = row
+        self._bell = bell
+        self._fence = threading.Lock()
+
+    def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+        # Two lock cycles keep any processor from showing the number before the KV that it speaks of.
+        with self._fence:
+            pass
+        with self._fence:
+            self._row[layer] = num_tokens
+        os.eventfd_write(self._bell, 1)

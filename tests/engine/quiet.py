@@ -1,0 +1,11 @@
+"""What an engine's thread is given by those who ask for none of it."""
+
+from concurrent.futures import Future
+
+from services.engine.interface import EngineCallbacks, Grammar
+
+NO_CALLBACKS = EngineCallbacks(lambda _: None, lambda _, __: None, lambda _: None)
+
+
+def no_grammar(text: str) -> "Future[Grammar]":
+    raise AssertionError(f"nobody wants a grammar here: {text}")

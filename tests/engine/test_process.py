@@ -1,0 +1,300 @@
+"""The engine's process: how it starts and ends, whatever it says, and what crosses the border."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane.blocks.layout import BlockTable, Segment, uniform_shape
+from dataplane.carriers.host import HostArena
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine.border import (
+    BorderError,
+    BorderMessage,
+    Channel,
+    LoadEngine,
+    StartGrammar,
+    StopEngine,
+    SubmitSequence,
+    ToEngine,
+)
+from services.engine.fake import fake_answer
+from services.engine.interface import GrammarError, InvalidSequenceError, Sequence
+from services.engine.process import EngineChild, ending, submission
+from services.engine.thread import EngineStoppedError
+from services.errors import UserError
+from services.sim.brackets import Brackets
+from tests.engine import fake_child
+from tests.engine.test_thread import LAYOUT, NUM_BLOCKS, TIMEOUT, Rig
+from tests.waiting import wait_until
+
+SHAPE = uniform_shape(LAYOUT, NUM_BLOCKS)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig(in_process=True)
+    made.thread.start()
+    yield made
+    made.close()
+
+
+def in_step(rig: Rig, **more: object) -> None:
+    """Return while a step of a sequence "a" waits."""
+    rig.gate.clear()
+    rig.submit("a", max_tokens=1000, **more)
+    assert rig.in_step.wait(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda rig: rig.child.process.kill(), "the engine's process was killed by SIGKILL, as the kernel does where"),
+        (lambda rig: rig.child.process.send_signal(signal.SIGSEGV), "the engine's process was killed by SIGSEGV"),
+        (lambda rig: (rig.fail(fake_child.DIES), rig.gate.set()), "the engine's process ended with code 7"),
+        (lambda rig: (rig.fail(fake_child.BABBLES), rig.gate.set()), "the engine's process says what makes no sense"),
+    ],
+    ids=["kill", "fault", "exit", "nonsense"],
+)
+def test_a_process_that_ends_fails_all_that_it_had(rig: Rig, end: Callable[[Rig], object], reason: str) -> None:
+    in_step(rig)
+    rig.submit("b")
+    end(rig)
+    failed = [rig.next(), rig.next()]
+    assert {(kind, name) for kind, name, _ in failed} == {("failed", "a"), ("failed", "b")}
+    assert all(said.startswith(reason) for _, _, said in failed)
+    assert rig.thread.has_failed and rig.thread.engine_load() == (0, 0, 0)
+    with pytest.raises(EngineStoppedError):
+        rig.submit("c")
+    with pytest.raises(GrammarError):
+        rig.thread.start_grammar("brackets 2").result(TIMEOUT)
+
+
+def test_a_step_that_does_not_end_is_ended_with_its_process(rig: Rig) -> None:
+    in_step(rig)
+    rig.submit("b")
+    assert rig.thread.stop_engine(0.01)
+    assert {rig.next(), rig.next()} == {("failed", name, "the engine was stopped") for name in ("a", "b")}
+    assert not rig.thread.has_failed
+    with pytest.raises(EngineStoppedError):
+        rig.submit("c")
+    with pytest.raises(EngineStoppedError):
+        rig.thread.cancel(RequestId("a"), 0)
+
+
+def test_what_a_terminal_or_an_init_sends_to_all_does_not_end_it(rig: Rig) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        rig.child.process.send_signal(number)
+    rig.submit("r")
+    assert rig.next() == ("ended", "r", "length")
+
+
+def test_what_cannot_be_computed_does_not_cross(rig: Rig) -> None:
+    with pytest.raises(InvalidSequenceError, match="vocabulary"):
+        rig.submit("r", token_ids=[1, 999])
+    rig.gate.clear()
+    rig.submit("r")
+    with pytest.raises(InvalidSequenceError, match="already"):
+        rig.submit("r")
+    rig.gate.set()
+    assert rig.next() == ("ended", "r", "length")
+
+
+def test_layers_are_told_as_they_are_written(rig: Rig) -> None:
+    """Two sequences at once: each layer of each ends complete before the step is told, and none goes back."""
+    heard: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
+
+    class Listener:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            heard[self.name].append((layer, num_tokens))
+
+    for name, length in (("a", 40), ("b", 50)):
+        rig.submit(name, length, layer_listener=Listener(name))
+    assert {rig.next()[1], rig.next()[1]} == {"a", "b"}
+    for name, length in (("a", 40), ("b", 50)):
+        last = dict(heard[name])
+        assert set(last) == set(range(LAYOUT.num_layers)) and min(last.values()) >= length
+        for layer in last:
+            told = [num_tokens for other, num_tokens in heard[name] if other == layer]
+            assert told == sorted(told)
+    assert len(rig.thread._free_rows) == 16_384, "a row is given back"  # type: ignore[union-attr]
+
+
+def test_it_writes_into_the_worker_s_arena(rig: Rig) -> None:
+    before = rig.arena.array.copy()
+    rig.submit("r")
+    rig.next()
+    assert not np.array_equal(rig.arena.array, before)
+
+
+def test_logarithms_cross(rig: Rig) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=1)
+    sequence = rig.submit("r", sampling=sampling, wants_prompt_logprobs=True)
+    rig.next()
+    threaded = Rig()
+    expected = threaded.submit("r", sampling=sampling, wants_prompt_logprobs=True)
+    threaded.thread.start()
+    threaded.next()
+    threaded.close()
+    assert len(sequence.prompt_logprobs) == 19 and sequence.prompt_logprobs == expected.prompt_logprobs
+    assert sequence.token_ids == expected.token_ids
+
+
+def test_a_grammar_is_understood_there(rig: Rig) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, grammar="brackets 2")
+    rig.thread.start_grammar("brackets 2").result(TIMEOUT)
+    rig.submit("r", max_tokens=40, sampling=sampling, stop_token_ids=frozenset({0}))
+    kind, _, _ = rig.next()
+    grammar = Brackets(2, fake_child.VOCAB, 0)
+    assert kind == "ended"
+    prompt = list(range(20))
+    answer = fake_answer(LAYOUT, prompt, sampling, vocab_size=fake_child.VOCAB, eos=(0,), grammar=grammar)
+    assert rig.answers["r"] == answer
+    with pytest.raises(GrammarError):
+        rig.thread.start_grammar("nonsense").result(TIMEOUT)
+
+
+def test_what_its_library_has_counted_is_asked_for(rig: Rig) -> None:
+    assert "python_info{" in rig.thread.library_text("python_info")
+
+
+def test_an_engine_that_cannot_be_made_says_why_in_a_line() -> None:
+    arena = HostArena.create(SHAPE)
+    try:
+        for name, reason in (("refused", fake_child.REFUSED), ("broken", "ended with code 1 while it loaded")):
+            control = fake_child.Control()
+            order = fake_child.order_of(SHAPE, arena.name, arena.nonce, name=name)
+            with pytest.raises(UserError, match=reason):
+                EngineChild(order, "decode-0", control.spawn)
+            control.close()
+    finally:
+        arena.close()
+
+
+PARENT = """
+import signal
+from dataplane.carriers.host import HostArena
+from services.engine.process import EngineChild
+from tests.engine import fake_child
+from tests.engine.test_process import SHAPE
+arena = HostArena.create(SHAPE)
+order = fake_child.order_of(SHAPE, arena.name, arena.nonce)
+child = EngineChild(order, "decode-0", fake_child.Control().spawn)
+print(child.process.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_it_ends_with_its_worker() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_until(lambda: not _is_running(pid))
+
+
+def _is_running(pid: int) -> bool:
+    """Say whether there is such a process; one that has ended waits for whoever may have inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_endings_in_words() -> None:
+    assert ending(3) == "ended with code 3"
+    assert ending(-9) == "was killed by SIGKILL, as the kernel does where memory is short"
+    assert ending(-11) == "was killed by SIGSEGV"
+
+
+# The channel.
+
+
+End = Channel[ToEngine]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End, socket.socket]]:
+    """Two ends, and the socket of the second."""
+    ours, theirs = socket.socketpair()
+    one, other = (End(sock, os.eventfd(0, os.EFD_NONBLOCK), ToEngine) for sock in (ours, theirs))
+    yield one, other, theirs
+    one.close()
+    other.close()
+
+
+def hear(end: End, count: int) -> list[ToEngine]:
+    heard: list[ToEngine] = []
+    while len(heard) < count:
+        heard += end.hear()
+    return heard
+
+
+def test_what_the_socket_does_not_take_waits_for_nobody_and_arrives_in_order(ends: tuple[End, End, Any]) -> None:
+    one, other, _ = ends
+    said: list[BorderMessage] = [StartGrammar(size, "x" * size) for size in (5, 3_000_000, 7, 70_000)]
+    for message in said:  # nobody reads yet
+        one.say(message)
+        other.say(message)
+    heard: list[ToEngine] = []
+    thread = threading.Thread(target=lambda: heard.extend(hear(other, len(said))))
+    thread.start()
+    assert hear(one, len(said)) == said
+    while thread.is_alive():
+        one.hear(0.01)
+    assert heard == said
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x03\x00\x00\x00abc",
+        b"\x01\x00\x00\x00\xc0",
+        b"\x0f\x00\x00\x00" + msgspec.msgpack.encode(["NoSuchMessage"]),
+        b"\x10\x00\x00\x00" + msgspec.msgpack.encode(["CancelSequence"]),
+    ],
+    ids=["too long", "no msgpack", "nothing", "no such message", "a number is lacking"],
+)
+def test_nonsense_is_an_error(data: bytes, ends: tuple[End, End, socket.socket]) -> None:
+    one, _, theirs = ends
+    theirs.send(data)
+    with pytest.raises(BorderError):
+        hear(one, 1)
+
+
+def test_the_end_is_heard_behind_what_was_said(ends: tuple[End, End, Any]) -> None:
+    one, other, _ = ends
+    other.say(StopEngine())
+    other.close()
+    assert hear(one, 1) == [StopEngine()]
+    with pytest.raises(EOFError):
+        hear(one, 1)
+
+
+def test_an_order_crosses_as_it_is() -> None:
+    order = fake_child.order_of(SHAPE, "kvmesh-1-0123456789abcdef", "nonce")
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=LoadEngine)
+    assert decoded == order and decoded.shape.layout.fingerprint == LAYOUT.fingerprint
+
+
+def test_blocks_of_windowed_layers_cross() -> None:
+    tables = (BlockTable((Segment(0, 3), Segment(9, 1))), BlockTable((Segment(4, 2),), 2))
+    sampling = SamplingParams(max_tokens=3, logit_bias=((5, 1.5),), bad_words=((1, 2),))
+    sequence = Sequence(RequestId("r"), 2, [1, 2, 70_000], 3, sampling, tables, stop_token_ids=frozenset({7}))
+    message = submission(4, -1, sequence)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=SubmitSequence) == message
+    assert message.tables == tables
