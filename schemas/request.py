@@ -23,6 +23,8 @@ class RefusalReason(enum.StrEnum):
     """The scheduler knows no ready worker of a role that is needed, or no two of one model."""
     DRAINING = "draining"
     """Whoever was asked is about to stop."""
+    STARTING = "starting"
+    """The worker's engine has died, and is being started again."""
     OVERLOADED = "overloaded"
     """Too much is waiting, or too many leases are open."""
     TOO_LONG = "too_long"
@@ -264,6 +266,8 @@ class AttemptFailure(enum.StrEnum):
     """The engine has given the attempt up."""
     DRAINING = "draining"
     """The worker is about to stop."""
+    ENGINE_DIED = "engine_died"
+    """The worker's engine has died, and is started again. What was computed before can be read there."""
     MADE_ROOM = "made_room"
     """The worker is full, and another one has room for this answer."""
     GRAMMAR = "grammar"
@@ -276,6 +280,8 @@ class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
     code: AttemptFailure
     detail: str
     retryable: bool
+    in_step: bool = False
+    """With `engine_died`: the engine was computing it."""
     held_blocks: Number = 0
     """So many full blocks of the prompt and the answer, from the first on, can be read there by whoever goes on."""
 

@@ -11,7 +11,8 @@ from schemas.message import Message
 from schemas.numbers import Amount, BlockSize, Count, Ns, Number, Rate
 
 WorkerRole = Literal["prefill", "decode", "aggregated", "store"]
-WorkerState = Literal["ready", "draining"]
+WorkerState = Literal["ready", "starting", "draining"]
+"""`starting`: its engine is; what it holds it lends."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +84,14 @@ class WorkerJoined(Message, frozen=True, kw_only=True):
     worker: WorkerInfo
 
 
+class EngineLives(msgspec.Struct, frozen=True, kw_only=True):
+    """How many engines a worker has started, how many have died, and how long the last one took to be ready."""
+
+    num_starts: Count = 0
+    num_deaths: Count = 0
+    ready_ms: Count = 0
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True):
     """Sent when it has changed, a few times a second at most, and about every 0.6 s else. Names the worker whole, so
     that a scheduler that has just started knows the fleet after one round."""
@@ -103,6 +112,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     """Tokens of answers that this incarnation has given."""
     num_dropped_messages: Count = 0
     num_refused_reads: Count = 0
+    engine: EngineLives = EngineLives()
     rates: WorkerRates = WorkerRates()
     clock_ahead_ms: Number = 0
     """By how much its machine's clock is ahead of the scheduler's; 0: by less than a second."""

@@ -240,6 +240,20 @@ STRANDED_BLOCKS = MetricName(
     is_own=True,
 )
 
+# A worker's engine.
+
+ENGINE_STARTS = MetricName(
+    "counter", "kvmesh_engine_starts", "Engines that a worker has started", roles=WORKERS, is_sampled=True, is_own=True
+)
+ENGINE_DEATHS = MetricName(
+    "counter", "kvmesh_engine_deaths", "Engines that have died under a worker, which goes on", roles=WORKERS,
+    is_sampled=True, is_own=True,
+)  # fmt: skip
+ENGINE_READY_SECONDS = MetricName(
+    "gauge", "kvmesh_engine_ready_seconds", "From the last engine's start until it was ready", roles=WORKERS,
+    is_sampled=True, is_own=True,
+)  # fmt: skip
+
 # Transfers. Served by the reader.
 
 TRANSFERS = MetricName(

@@ -40,6 +40,14 @@ DOES: list[Panel] = [
         Query(rate("kvmesh_engine_tokens_total", "phase", where=WORKER), "{{phase}} a second"),
     ),
     lines(
+        "Engine",
+        "Deaths: its process was killed or has failed; the worker lends what it holds, and starts another one.",
+        "short",
+        Query(f"kvmesh_engine_starts_total{WORKER}", "starts"),
+        Query(f"kvmesh_engine_deaths_total{WORKER}", "deaths"),
+        Query(f"kvmesh_engine_ready_seconds{WORKER}", "s to ready"),
+    ),
+    lines(
         "Processor and memory",
         "Processors in use; resident memory grows with the arena's pages once, then stays.",
         "short",

@@ -46,7 +46,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
     if mesh is not None and mesh.resting:
         console.print(f"[red]ends too often, and is tried again after pauses: {', '.join(mesh.resting)}[/red]")
-    for line in clock_lines(fleet):
+    for line in (*clock_lines(fleet), *engine_lines(fleet)):
         console.print(line)
     if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
         listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
@@ -131,6 +131,16 @@ def clock_lines(fleet: FleetDescribed) -> list[str]:
         f"{load.worker.worker_id} {load.clock_ahead_ms / 1000:+.1f} s" for load in _sorted(fleet) if load.clock_ahead_ms
     ]
     return [f"clocks that differ from the scheduler's: {', '.join(wrong)}"] if wrong else []
+
+
+def engine_lines(fleet: FleetDescribed) -> list[str]:
+    """Return a line for each worker whose engine has died; none where all live as they have begun."""
+    died = [load for load in _sorted(fleet) if load.engine.num_deaths]
+    again = ["it is starting again" if load.state == "starting" else "there is one again" for load in died]
+    return [
+        f"engines of {load.worker.worker_id} that have died: {load.engine.num_deaths}; {now}"
+        for load, now in zip(died, again, strict=True)
+    ]
 
 
 def _sorted(fleet: FleetDescribed) -> list[WorkerLoad]:

@@ -156,7 +156,7 @@ def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
     return table
 
 
-_STATE_STYLES = {"ready": "green", "draining": "yellow"}
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "starting": "yellow"}
 
 
 def pool_bar(blocks: BlockCounts) -> Text:
@@ -211,6 +211,8 @@ def _troubles(board: Board, loads: list[WorkerLoad], now_s: float) -> Iterator[T
     )
     if board.failures:
         yield Text("failures  " + ", ".join(f"{code} {num}" for code, num in board.failures.most_common()), style="red")
+    if died := [f"{load.worker.worker_id} {load.engine.num_deaths}" for load in loads if load.engine.num_deaths]:
+        yield Text("engines   that have died: " + ", ".join(died), style="yellow")
     refused, dropped = sum(load.num_refused_reads for load in loads), sum(load.num_dropped_messages for load in loads)
     if refused or dropped:
         yield Text(f"refused   {refused} reads; {dropped} messages dropped by workers", style="yellow")

@@ -1,6 +1,8 @@
 """The steps of an engine that computes what we plan: a `Batch` decides, the engine computes."""
 
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from schemas.ids import RequestId
 from services.engine.batch import Batch
@@ -13,6 +15,7 @@ class BatchSteps:
     def __init__(self, engine: Engine, batch: Batch) -> None:
         self.engine = engine
         self._batch = batch
+        self.on_begin: Callable[[Seq[Sequence]], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._batch)
@@ -36,6 +39,7 @@ class BatchSteps:
         items = self._batch.plan()
         if not items:
             return None
+        self.on_begin([item.sequence for item in items])
         started_ns = time.monotonic_ns()
         try:
             outcomes = self._compute(items)

@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,10 +25,13 @@ from schemas.logprobs import TokenLogprob
 from schemas.request import FinishReason, SamplingParams
 from services.config import EngineConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint
+from services.engine.limits import LAYER_ROWS
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Longer ones are nonsense: the longest prompt that a gateway takes has a few MiB."""
 READ_BYTES = 256 << 10
+MAX_IN_STEP = 1_024
+"""Sequences of one step that are named: an engine computes no more at once."""
 LAST_WORDS_S = 2.0
 """So long a side that ends waits for the other to take what it has to say."""
 _LENGTH = struct.Struct("<I")
@@ -254,18 +258,33 @@ class Channel(Generic[HeardT]):
         return heard
 
 
-class LayerTable:
-    """How far each layer of each sequence that is handed over is written: [rows, layers], in memory that both have.
-    The engine's process writes and rings the bell; the worker reads."""
+class StepTable:
+    """What the worker is to see of a step while it runs, in memory that both have; the engine's process writes.
+
+    `rows`: how far each layer of each sequence that is handed over is written, [rows, layers]. Each process has a table
+    of its own: what a dead one may have said of its last step is nobody's.
+    """
 
     def __init__(self, fd: int, num_layers: int) -> None:
-        self.rows: npt.NDArray[np.int64] = np.frombuffer(mmap.mmap(fd, 0), np.int64).reshape(-1, num_layers)
+        numbers = np.frombuffer(mmap.mmap(fd, 0), np.int64)
+        self._step = numbers[: 1 + MAX_IN_STEP]
+        self.rows: npt.NDArray[np.int64] = numbers[1 + MAX_IN_STEP :].reshape(-1, num_layers)
+
+    def begin_step(self, numbers: Sequence[int]) -> None:
+        """Note whom the step computes that begins now; none: it has ended."""
+        shown = numbers[:MAX_IN_STEP]
+        self._step[1 : 1 + len(shown)] = shown
+        self._step[0] = len(shown)
+
+    def in_step(self) -> list[int]:
+        """Return whom the step computes that runs."""
+        return self._step[1 : 1 + int(self._step[0])].tolist()
 
 
-def layer_memory(num_rows: int, num_layers: int) -> int:
+def table_memory(num_layers: int) -> int:
     """Return the file descriptor of a new table's memory, all zeros; pages are taken as rows are used."""
-    fd = os.memfd_create("kvmesh-layers", os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_rows * num_layers * 8)
+    fd = os.memfd_create("kvmesh-step", os.MFD_CLOEXEC)
+    os.ftruncate(fd, (1 + MAX_IN_STEP + LAYER_ROWS * num_layers) * 8)
     return fd
 
 

@@ -24,13 +24,13 @@ from services.engine.border import (
     EngineReady,
     EngineRefused,
     GrammarStarted,
-    LayerTable,
     LibraryCounted,
     LoadEngine,
     SequenceLeft,
     SequencesFailed,
     StartGrammar,
     StepDone,
+    StepTable,
     StepToken,
     StopEngine,
     SubmitSequence,
@@ -69,9 +69,10 @@ class EngineChild:
             self._channel.say(EngineRefused(str(error)))
             self._channel.close()
             return 2
-        self._layers = LayerTable(self._table, order.shape.layout.num_layers)
+        self._steps = StepTable(self._table, order.shape.layout.num_layers)
         self._start_grammar = loaded.rules.start_grammar
         callbacks = EngineCallbacks(self._on_step, self._on_failure, self._on_removed)
+        loaded.steps.on_begin = self._on_begin
         self._engine = EngineThread(loaded.steps, self._start_grammar, callbacks)
         gc.collect()
         gc.freeze()  # what was loaded stays: a collection would look it all through
@@ -123,7 +124,7 @@ class EngineChild:
             tables=message.tables,
             num_computed_tokens=message.num_computed_tokens,
             max_local_tokens=message.max_local_tokens,
-            layer_listener=TableListener(self._layers.rows[row], self._bell) if row >= 0 else None,
+            layer_listener=TableListener(self._steps.rows[row], self._bell) if row >= 0 else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             tenant=message.tenant,
             wants_prompt_logprobs=message.wants_prompt_logprobs,
@@ -143,6 +144,9 @@ class EngineChild:
 
     # On the engine's thread.
 
+    def _on_begin(self, sequences: Seq[Sequence]) -> None:
+        self._steps.begin_step([self._numbers[sequence] for sequence in sequences])
+
     def _on_step(self, result: StepResult) -> None:
         numbers = self._numbers
         told = StepDone(
@@ -161,6 +165,7 @@ class EngineChild:
         for sequence, _ in result.failed:
             self._forget(sequence)
         self._channel.say(told)
+        self._steps.begin_step(())
 
     def _on_failure(self, sequences: Seq[Sequence], reason: str) -> None:
         self._channel.say(SequencesFailed(tuple(self._forget(sequence) for sequence in sequences), reason))

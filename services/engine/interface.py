@@ -40,6 +40,10 @@ class Grammar(Protocol):
         ...
 
 
+SequenceKey = tuple[RequestId, int]
+"""A request, and its attempt."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on one worker. Owned by the engine's thread from submission to its end.
@@ -182,8 +186,11 @@ class EngineLoad(NamedTuple):
 class Steps(Protocol):
     """The sequences that are computed on one worker, step by step: what the engine's thread drives.
 
-    Not thread-safe, `check` excepted: that thread is its only user.
+    Not thread-safe, `check` excepted: that thread is its only user. `on_begin`: told whom a step computes, before it
+    writes anything.
     """
+
+    on_begin: Callable[[Seq[Sequence]], None]
 
     def check(self, sequence: Sequence) -> None:
         """Raise InvalidSequenceError unless the sequence can be computed to its end here. For any thread."""
@@ -250,13 +257,24 @@ class EngineLostError(RuntimeError):
     """What the engine computes on has failed: no later step will succeed."""
 
 
+class EngineDeath(NamedTuple):
+    """An engine's process has ended by itself: what it had is not in it any more, and nothing writes. `had`: what that
+    was; `in_step`: what of it was being computed."""
+
+    reason: str
+    had: frozenset[SequenceKey]
+    in_step: frozenset[SequenceKey]
+
+
 class EngineCallbacks(NamedTuple):
-    """Whom an engine tells, on a thread of its own: of a step, of sequences that it cannot compute and why, and of one
-    that was taken out."""
+    """Whom an engine tells, on a thread of its own: of a step, of sequences that it cannot compute and why, of one that
+    was taken out, of its death, which ends all that it had, and that it is there again."""
 
     on_step: Callable[[StepResult], None]
     on_failure: Callable[[list[Sequence], str], None]
     on_removed: Callable[[Sequence], None]
+    on_died: Callable[[EngineDeath], None] = lambda _: None
+    on_back: Callable[[], None] = lambda: None
 
 
 StartGrammar = Callable[[str], "Future[Grammar]"]

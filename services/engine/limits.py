@@ -43,3 +43,5 @@ LAYER_ROWS = 16_384
 Memory is taken only for rows that are used."""
 LIBRARY_ANSWER_S = 1.0
 """So long a scrape waits for what the engine's library has counted."""
+CLOSE_LOOK_S = 0.2
+"""Who ends an engine looks so often whether another one was just being started."""

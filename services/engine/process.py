@@ -11,15 +11,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from schemas.block import pack_tokens
 from schemas.ids import RequestId
+from schemas.worker import EngineLives
 from services.config import child_environment
 from services.engine.border import (
     AskLibrary,
@@ -29,21 +32,22 @@ from services.engine.border import (
     EngineReady,
     EngineRefused,
     GrammarStarted,
-    LayerTable,
     LibraryCounted,
     LoadEngine,
     SequenceLeft,
     SequencesFailed,
     StartGrammar,
     StepDone,
+    StepTable,
     StepToken,
     StopEngine,
     SubmitSequence,
     ToWorker,
-    layer_memory,
+    table_memory,
 )
 from services.engine.interface import (
     EngineCallbacks,
+    EngineDeath,
     EngineLoad,
     FailedSequence,
     Grammar,
@@ -52,11 +56,13 @@ from services.engine.interface import (
     LayerListener,
     SampledToken,
     Sequence,
+    SequenceKey,
     StepResult,
 )
-from services.engine.limits import LAYER_ROWS, LIBRARY_ANSWER_S
+from services.engine.limits import CLOSE_LOOK_S, LAYER_ROWS, LIBRARY_ANSWER_S
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.errors import UserError
+from services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
@@ -75,47 +81,50 @@ def spawn_child(name: str, fds: tuple[int, int, int]) -> "subprocess.Popen[bytes
 
 
 class EngineChild:
-    """An engine's process, as its worker has it, once it is ready. `told`: what it says of itself."""
+    """An engine's process, as its worker has it."""
 
     def __init__(self, order: LoadEngine, name: str, spawn: Spawn) -> None:
-        """Start it, and wait until it is ready. Raises UserError. To be called on the process' main thread: the child
-        ends with the thread that has started it."""
+        """Start it, by a thread that stays: the child ends with the one that has started it."""
+        self.ready_ms = 0
+        """What it took to be ready, once it is."""
+        self._started_s = time.monotonic()
         bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         num_layers = order.shape.layout.num_layers
-        table = layer_memory(LAYER_ROWS, num_layers)
+        table = table_memory(num_layers)
         ours, theirs = socket.socketpair()
         try:
-            self.layers = LayerTable(table, num_layers)
+            self.table = StepTable(table, num_layers)
             self.process = spawn(name, (theirs.fileno(), table, bell))
         finally:
             os.close(table)
             theirs.close()
         self.channel: Channel[ToWorker] = Channel(ours, bell, ToWorker)
         self.channel.say(order)
-        try:
-            self.told = self._until_ready()
-        except BaseException:
-            self.kill_process()
-            self.channel.close()
-            raise
 
     def kill_process(self) -> None:
         """End it, and wait until it has: nothing of it writes any more. Idempotent."""
         self.process.kill()
         self.process.wait()
 
-    def _until_ready(self) -> EngineReady:
+    def wait_ready(self) -> EngineReady:
+        """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended."""
         try:
             while True:
                 for message in self.channel.hear():
                     if isinstance(message, EngineRefused):
                         raise UserError(message.reason)
                     assert isinstance(message, EngineReady), "it says nothing else first"
+                    self.ready_ms = round(1000 * (time.monotonic() - self._started_s))
                     return message
-        except EOFError as error:
-            raise UserError(f"the engine's process {ending(self.process.wait())} while it loaded the model") from error
-        except BorderError as error:
-            raise UserError(f"the engine's process says what makes no sense: {error}") from error
+        except BaseException as error:
+            code = self.process.wait() if isinstance(error, EOFError) else None
+            self.kill_process()
+            self.channel.close()
+            if code is not None:
+                raise UserError(f"the engine's process {ending(code)} while it loaded the model") from error
+            if isinstance(error, BorderError):
+                raise UserError(f"the engine's process says what makes no sense: {error}") from error
+            raise
 
 
 def ending(code: int) -> str:
@@ -135,29 +144,39 @@ class _Listened(NamedTuple):
 
 
 class EngineProcess:
-    """As `EngineThread`, with the engine in `child`. `check` raises InvalidSequenceError where it cannot compute."""
+    """As `EngineThread`, with the engine in a process of its own: `child`, and whoever follows it. `start_child` starts
+    one. `check` raises InvalidSequenceError for what an engine cannot compute."""
 
-    def __init__(self, child: EngineChild, check: Callable[[Sequence], None], callbacks: EngineCallbacks) -> None:
-        self._child = child
+    def __init__(
+        self,
+        start_child: Callable[[], EngineChild],
+        child: EngineChild,
+        check: Callable[[Sequence], None],
+        callbacks: EngineCallbacks,
+    ) -> None:
+        self._start_child = start_child
         self._check = check
         self._callbacks = callbacks
+        self.has_failed = False
+        """Never: who dies is replaced."""
+        self.lives = EngineLives(num_starts=1, ready_ms=child.ready_ms)
         self._lock = threading.Lock()
         """Of what follows, up to the empty line."""
+        self._child = child
+        self._is_ready = True
         self._sequences: dict[int, Sequence] = {}
-        self._numbers: dict[tuple[RequestId, int], int] = {}
+        self._numbers: dict[SequenceKey, int] = {}
         """The same the other way round: of those that the engine has."""
         self._grammars: dict[int, Future[Grammar]] = {}
         self._last_number = 0
-        self._stopping = False
 
+        self._stopping = threading.Event()
         self._listened: dict[int, _Listened] = {}
         self._free_rows = list(range(LAYER_ROWS))
         self._started: set[int] = set()
         """Sequences that have been in a step."""
         self._library = ""
         self._library_came = threading.Event()
-        self.has_failed = False
-        """The process has ended by itself: nothing is computed here any more."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -166,8 +185,7 @@ class EngineProcess:
     def stop_engine(self, timeout: float) -> bool:
         """End after the running step, failing what is left; at the latest after `timeout` seconds, without regard to
         what runs. True: nothing computes any more."""
-        with self._lock:
-            self._stopping = True
+        self._stopping.set()
         self._child.channel.say(StopEngine())
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -176,18 +194,22 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process, which lets go of the arena's memory. Idempotent."""
-        self._child.kill_process()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._stopping.set()
+        while True:
+            with self._lock:
+                child = self._child
+            child.kill_process()
+            if not self._thread.is_alive():
+                break
+            self._thread.join(CLOSE_LOOK_S)  # another one may just have been started
         self._child.channel.close()
 
     def submit(self, sequence: Sequence) -> None:
         """As `EngineThread.submit`."""
         self._check(sequence)
-        key = (sequence.request_id, sequence.attempt)
+        key = _key(sequence)
         with self._lock:
-            if self._stopping:
-                raise EngineStoppedError("the engine is stopping")
+            self._check_ready()
             if key in self._numbers:
                 raise InvalidSequenceError(f"{key} is in the engine already")
             number = self._next_number()
@@ -199,8 +221,7 @@ class EngineProcess:
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """As `EngineThread.cancel`."""
         with self._lock:
-            if self._stopping:
-                raise EngineStoppedError("the engine is stopping")
+            self._check_ready()
             number = self._numbers.get((request_id, attempt))
         if number is not None:
             self._child.channel.say(CancelSequence(number))
@@ -216,7 +237,7 @@ class EngineProcess:
         """Have the engine begin to understand a grammar, which it keeps. The future ends as it has, without it."""
         future: Future[Grammar] = Future()
         with self._lock:
-            if self._stopping:
+            if not self._is_ready or self._stopping.is_set():
                 future.set_exception(GrammarError(STOPPED))
                 return future
             number = self._next_number()
@@ -231,6 +252,12 @@ class EngineProcess:
         self._library_came.wait(LIBRARY_ANSWER_S)
         return self._library
 
+    def _check_ready(self) -> None:
+        if self._stopping.is_set():
+            raise EngineStoppedError("the engine is stopping")
+        if not self._is_ready:
+            raise EngineStoppedError("the engine is starting")
+
     def _next_number(self) -> int:
         self._last_number += 1
         return self._last_number
@@ -240,31 +267,77 @@ class EngineProcess:
         if listener is None:
             return -1
         row = self._free_rows.pop()
-        self._child.layers.rows[row] = 0
-        self._listened[number] = _Listened(listener, row, np.zeros_like(self._child.layers.rows[row]))
+        self._child.table.rows[row] = 0
+        self._listened[number] = _Listened(listener, row, np.zeros_like(self._child.table.rows[row]))
         return row
 
     # On the thread.
 
     def _run(self) -> None:
+        restarts = Restarts()
+        started_s = time.monotonic()
+        while True:
+            reason = self._serve_child()
+            if self._stopping.is_set():
+                return self._fail_left(STOPPED)
+            self._tell_death(reason)
+            is_back = False
+            while not is_back:
+                if self._stopping.wait(restarts.ended(started_s, time.monotonic())):
+                    return None
+                started_s = time.monotonic()
+                is_back = self._replace_child()
+            self._call_back(self._callbacks.on_back)
+
+    def _serve_child(self) -> str:
+        """Hear what the engine says until it has ended, which it has when this returns; return how."""
+        child = self._child
         try:
             while True:
-                messages = self._child.channel.hear()
+                messages = child.channel.hear()
                 self._tell_layers()  # written before what is said now
                 for message in messages:
                     self._take(message)
         except EOFError:
-            code = self._child.process.wait()
-            reason = STOPPED if self._stopping else f"the engine's process {ending(code)}"
+            return f"the engine's process {ending(child.process.wait())}"
         except (BorderError, LookupError) as error:
             log.exception("the engine's process says what makes no sense")
-            self._child.kill_process()
-            reason = f"the engine's process says what makes no sense: {error}"
-        self._end(reason)
+            child.kill_process()
+            return f"the engine's process says what makes no sense: {error}"
+
+    def _tell_death(self, reason: str) -> None:
+        with self._lock:
+            self._is_ready = False
+            had = {number: _key(sequence) for number, sequence in self._sequences.items()}
+            in_step = frozenset(had[number] for number in self._child.table.in_step() if number in had)
+        self._child.channel.close()
+        for number in had:
+            self._forget(number)
+        self._fail_grammars(reason)
+        named = ", ".join(sorted(request_id for request_id, _ in in_step))
+        log.error("%s%s; it is started again", reason, f" while it computed {named}" if named else "")
+        self.lives = msgspec.structs.replace(self.lives, num_deaths=self.lives.num_deaths + 1)
+        self._call_back(self._callbacks.on_died, EngineDeath(reason, frozenset(had.values()), in_step))
+
+    def _replace_child(self) -> bool:
+        """Start another one, and say whether it is ready: the one before may have been ended by what it loads."""
+        child = self._start_child()
+        with self._lock:
+            self._child = child
+        try:
+            child.wait_ready()
+        except UserError as error:
+            log.error("the engine does not start: %s", error)
+            return False
+        num_starts, ready_ms = self.lives.num_starts + 1, child.ready_ms
+        self.lives = msgspec.structs.replace(self.lives, num_starts=num_starts, ready_ms=ready_ms)
+        with self._lock:
+            self._is_ready = True
+        return True
 
     def _tell_layers(self) -> None:
         for listener, row, heard in list(self._listened.values()):
-            now = self._child.layers.rows[row].copy()
+            now = self._child.table.rows[row].copy()
             for layer in np.flatnonzero(now != heard):
                 listener.advance(int(layer), int(now[layer]))
             heard[:] = now
@@ -320,30 +393,35 @@ class EngineProcess:
         """The engine has a sequence no more."""
         with self._lock:
             sequence = self._sequences.pop(number)
-            del self._numbers[sequence.request_id, sequence.attempt]
+            del self._numbers[_key(sequence)]
             self._started.discard(number)
             if (listened := self._listened.pop(number, None)) is not None:
                 self._free_rows.append(listened.row)
         return sequence
 
-    def _end(self, reason: str) -> None:
+    def _fail_left(self, reason: str) -> None:
         with self._lock:
-            self.has_failed = not self._stopping
-            self._stopping = True
+            self._is_ready = False
             left = list(self._sequences)
+        self._fail_grammars(reason)
+        if left:
+            self._call_back(self._callbacks.on_failure, [self._forget(number) for number in left], reason)
+
+    def _fail_grammars(self, reason: str) -> None:
+        with self._lock:
             grammars, self._grammars = list(self._grammars.values()), {}
         for future in grammars:
             _settle(future, reason)
-        if self.has_failed:
-            log.error("%s", reason)
-        if left:
-            self._call_back(self._callbacks.on_failure, [self._forget(number) for number in left], reason)
 
     def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             callback(*arguments)
         except Exception:
             log.exception("the callback %r failed", callback)
+
+
+def _key(sequence: Sequence) -> SequenceKey:
+    return sequence.request_id, sequence.attempt
 
 
 RunningEngine = EngineThread | EngineProcess

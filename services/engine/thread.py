@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
+from schemas.worker import EngineLives
 from services.engine.interface import (
     EngineCallbacks,
     EngineLoad,
@@ -41,7 +42,9 @@ class Changes(Protocol):
     def notify(self) -> None: ...
 
 
-class _Cancel(NamedTuple):
+class CancelEntry(NamedTuple):
+    """Take this sequence out."""
+
     request_id: RequestId
     attempt: int
 
@@ -62,13 +65,14 @@ class EngineThread:
         self._steps = steps
         self._callbacks = callbacks
         self._changed = self._new_condition()
-        self._inbox: deque[Sequence | _Cancel] = deque()
+        self._inbox: deque[Sequence | CancelEntry] = deque()
         self._stopping = False
         self.has_failed = False
         """The thread has ended by itself, by a mistake of ours: nothing is computed here any more."""
         self._steps_load = steps.load()
         """What there was to do when it was last looked at."""
         self._thread: threading.Thread | None = None
+        self.lives = EngineLives(num_starts=1)
 
     def start(self) -> None:
         # A daemon, so that a step that hangs cannot keep the process from ending.
@@ -104,7 +108,7 @@ class EngineThread:
 
         Raises EngineStoppedError after `stop_engine`.
         """
-        self._put(_Cancel(request_id, attempt))
+        self._put(CancelEntry(request_id, attempt))
 
     def engine_load(self) -> EngineLoad:
         """Return what there is to do, what has been submitted since then included."""
@@ -123,7 +127,7 @@ class EngineThread:
         """What `submit` and the thread tell each other by. The simulator has one of its own."""
         return threading.Condition()
 
-    def _put(self, entry: Sequence | _Cancel) -> None:
+    def _put(self, entry: Sequence | CancelEntry) -> None:
         with self._changed:
             if self._stopping:
                 raise EngineStoppedError("the engine is stopping")
@@ -159,9 +163,9 @@ class EngineThread:
             self._call_back(self._callbacks.on_failure, refused, "the engine does not take this sequence")
         return True
 
-    def _apply(self, entry: Sequence | _Cancel, refused: list[Sequence]) -> Sequence | None:
+    def _apply(self, entry: Sequence | CancelEntry, refused: list[Sequence]) -> Sequence | None:
         """Add or remove; return what was removed. A sequence that is here already must not end everybody's engine."""
-        if isinstance(entry, _Cancel):
+        if isinstance(entry, CancelEntry):
             return self._steps.remove(*entry)
         try:
             self._steps.add(entry)

@@ -184,3 +184,9 @@ about them."""
 
 WAITING_ROUNDS = 4
 """An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""
+
+MAX_DEATHS = 3
+"""So many engines that died within DEATHS_WITHIN_MS as they computed a request end it: it may be what kills them."""
+
+DEATHS_WITHIN_MS = 60_000
+"""See MAX_DEATHS."""

@@ -14,21 +14,6 @@ ASK_INTERVAL_S = 0.05
 ANSWERS_OF_EACH = 5
 """Right answers in a row for each scheduler that there is: a question reaches any one of them."""
 
-FIRST_WAIT_S = 0.2
-"""From a process' first end to its next start; doubled with each end that follows."""
-LONGEST_WAIT_S = 5.0
-"""The wait grows to this."""
-SOUND_AFTER_S = 30.0
-"""A process that has lived for this long has started well: its next end counts as the first again."""
-MAX_ENDS = 10
-"""After so many ends in a row within ENDS_WITHIN_S the process is started again after pauses only."""
-ENDS_WITHIN_S = 60.0
-"""See MAX_ENDS."""
-FIRST_REST_S = 30.0
-"""The first of these pauses; doubled with each end that follows, until the process has started well."""
-LONGEST_REST_S = 600.0
-"""The pause grows to this."""
-
 LOG_BYTES = 8 * 1024 * 1024
 """A service's log file grows to about this, and one before it is kept."""
 LOG_LOOK_S = 30.0

@@ -1,43 +1,12 @@
-"""When to start a process again, and the record of each child process."""
+"""The record of each child process."""
 
 import asyncio
 import contextlib
 import signal
-from collections import deque
 from dataclasses import dataclass, field
 
-from services.launch.limits import (
-    ENDS_WITHIN_S,
-    FIRST_REST_S,
-    FIRST_WAIT_S,
-    LONGEST_REST_S,
-    LONGEST_WAIT_S,
-    MAX_ENDS,
-    SOUND_AFTER_S,
-)
 from services.launch.serve import ERROR_PREFIX, READY_LINE
-
-
-@dataclass
-class Restarts:
-    """Decides when a process that has ended is started again. Pure: times are given."""
-
-    num_restarts: int = 0
-    num_rests: int = 0
-    """Pauses in a row, each longer than the one before, of one that has ended too often."""
-    _ends_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_ENDS))
-
-    def ended(self, started_s: float, now_s: float) -> float:
-        """Return how long to wait before it is started again, in seconds."""
-        if now_s - started_s >= SOUND_AFTER_S:
-            self._ends_s.clear()
-            self.num_rests = 0
-        self._ends_s.append(now_s)
-        self.num_restarts += 1
-        if self.num_rests or (len(self._ends_s) == MAX_ENDS and now_s - self._ends_s[0] <= ENDS_WITHIN_S):
-            self.num_rests += 1
-            return min(LONGEST_REST_S, FIRST_REST_S * 2 ** (self.num_rests - 1))
-        return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (len(self._ends_s) - 1))
+from services.restarts import Restarts
 
 
 @dataclass

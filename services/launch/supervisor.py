@@ -63,8 +63,9 @@ from services.launch.limits import (
     STOP_SLACK_S,
     STOP_TIMEOUT_S,
 )
-from services.launch.restart import Child, Restarts
+from services.launch.restart import Child
 from services.ports import bind, free_port
+from services.restarts import Restarts
 from services.scheduler.placement.named import policy_named
 from services.store.remote import ValkeyTier
 from services.trust.certificates import ca_file

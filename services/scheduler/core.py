@@ -59,7 +59,7 @@ _ENVELOPE_BYTES = 1_024
 
 
 class Standing(NamedTuple):
-    """A worker's role, and whether it is `ready`, `suspect` or `draining`."""
+    """A worker's role, and whether it is `ready`, `suspect`, `starting` or `draining`."""
 
     role: WorkerRole
     state: str
@@ -209,7 +209,7 @@ class SchedulerCore:
         """Return how each known worker stands."""
         suspects = self._suspects(now_ms)
         return [
-            Standing(worker.info.role, "draining" if worker.is_draining else "suspect" if key in suspects else "ready")
+            Standing(worker.info.role, "suspect" if key in suspects and worker.state == "ready" else worker.state)
             for key, worker in self._fleet.workers.items()
         ]
 

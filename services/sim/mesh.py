@@ -6,7 +6,6 @@ import contextvars
 import itertools
 import random
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 from tokenizers import Tokenizer, models
@@ -23,7 +22,7 @@ from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreCon
 from services.directory.service import run_directory
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
-from services.engine.interface import Steps
+from services.engine.interface import EngineCallbacks, Steps
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import GatewayApp
 from services.gateway.api.text import TextCodec
@@ -113,6 +112,7 @@ class Service:
     task: "asyncio.Task[None] | None" = None
     app: GatewayApp | None = None
     """The application of a gateway that is ready."""
+    engine: SimEngineThread | None = None
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """For a KV holder: what answers for its leases towards the data plane."""
 
@@ -267,6 +267,11 @@ class SimMesh:
             lease_ms=self.config.worker.lease_ms,
             times=self.config.times,
         )
+
+        def make_engine(callbacks: EngineCallbacks) -> SimEngineThread:
+            service.engine = SimEngineThread(steps, GRAMMARS.compile, callbacks)
+            return service.engine
+
         return WorkerParts(
             worker_id=limits.worker_id,
             incarnation=host,
@@ -274,7 +279,7 @@ class SimMesh:
             model="fake",
             arena=arena,
             shape=shape,
-            make_engine=partial(SimEngineThread, steps, GRAMMARS.compile),
+            make_engine=make_engine,
             limits=limits,
             credentials=credentials,
             platform=self._make_platform(host, service),

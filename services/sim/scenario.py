@@ -8,7 +8,7 @@ A scenario file is TOML:
     target = "decode"    # a role, a process's name, or "bus", "plane", "client"
     on = "offered"       # at the `nth` message whose subject ends so; or `at_s` seconds after the first request
     nth = 2
-    for_s = 1.0          # how long it lasts; a killed process starts again after so long
+    for_s = 1.0          # how long it lasts; a killed process or engine starts again after so long
 """
 
 import random
@@ -24,12 +24,12 @@ from services.sim.limits import LONG_S
 FaultKind = Literal[
     "kill", "pause", "drain", "broker", "broker_pause", "partition", "plane_cut", "loss", "duplication",
     "reordering", "delay", "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
-    "clock_step", "clock_drift",
+    "clock_step", "clock_drift", "kill_engine",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 PROCESS_FAULTS: frozenset[FaultKind] = frozenset(
-    {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift"}
+    {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift", "kill_engine"}
 )
 """Faults of one process."""
 PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
@@ -104,6 +104,7 @@ def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], s
         "partition": 4.0,
         "plane_cut": 4.0,
         "kill": 2.5,
+        "kill_engine": 2.5,
         "drain": 2.0,
     }.get(kind, span_s)
     if kind in LONG_KINDS and rng.random() < LONG_SHARE:

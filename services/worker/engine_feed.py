@@ -6,12 +6,12 @@ from functools import partial
 
 from dataplane.blocks.cache import BlockCache
 from schemas.request import AttemptFailure
-from services.engine.interface import EngineCallbacks, InvalidSequenceError, Sequence, StepResult
+from services.engine.interface import EngineCallbacks, EngineDeath, InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
 from services.worker.core.actions import Submit
 from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import AttemptKey
-from services.worker.core.events import EngineEvent, SequenceFailed, SequenceRemoved
+from services.worker.core.events import EngineBack, EngineDied, EngineEvent, SequenceFailed, SequenceRemoved
 from services.worker.kv.holder import KVHolder
 from services.worker.parts import WorkerParts
 from services.worker.roles import Cores
@@ -41,6 +41,8 @@ class EngineFeed:
                 on_step=partial(post, self._on_step),
                 on_failure=partial(post, self._on_failure),
                 on_removed=partial(post, self._on_removed),
+                on_died=partial(post, self._on_died),
+                on_back=partial(post, self._step, EngineBack()),
             )
         )
 
@@ -133,6 +135,11 @@ class EngineFeed:
     def _on_failure(self, sequences: list[Sequence], reason: str) -> None:
         for sequence in sequences:
             self._step(SequenceFailed((sequence.request_id, sequence.attempt), reason))
+
+    def _on_died(self, death: EngineDeath) -> None:
+        had = death.had | self._ungiven.keys()
+        self._ungiven.clear()
+        self._step(EngineDied(death.reason, frozenset(had), death.in_step))
 
     def _find(self, sequence: Sequence) -> AnyAttempt | None:
         return self._cores.find((sequence.request_id, sequence.attempt))

@@ -141,7 +141,9 @@ def _in_process(
 ) -> _Placed:
     settings = config.worker
     order = LoadEngine(checkpoint, shape, arena.name, arena.nonce, settings, config.engine)
-    child = EngineChild(order, worker_id, spawn_child)
+    start_child = partial(EngineChild, order, worker_id, spawn_child)
+    child = start_child()
+    told = child.wait_ready()
     check = partial(
         check_sequence,
         layout=shape.layout,
@@ -149,7 +151,8 @@ def _in_process(
         context_length=checkpoint.context_length,
         token_budget=settings.token_budget,
     )
-    return _Placed(arena, partial(EngineProcess, child, check), child.told.device, frozenset(child.told.eos_token_ids))
+    make_engine = partial(EngineProcess, start_child, child, check)
+    return _Placed(arena, make_engine, told.device, frozenset(told.eos_token_ids))
 
 
 def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> _Placed:

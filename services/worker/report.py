@@ -151,7 +151,7 @@ class WorkerReporter(Reporter):
             awaited[attempt.part] += attempt.num_awaited_tokens
         return WorkerLoad(
             worker=self.info(),
-            state="draining" if any(role.draining for role in roles) else "ready",
+            state=roles[0].state,
             blocks=self.holder.counts(self.cores.tables()),
             num_running=self.cores.num_running - num_queued,
             num_queued=num_queued,
@@ -161,6 +161,7 @@ class WorkerReporter(Reporter):
             num_tokens=self.outbox.num_tokens,
             num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
             num_refused_reads=self.num_refused_reads,
+            engine=self.engine.lives,
             rates=self.rates.rates(now_ms),
             clock_ahead_ms=self.holder.telemetry.clock.named_ms,
         )

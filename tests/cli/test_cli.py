@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from schemas.ids import WorkerId
-from schemas.worker import BlockCounts, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole
-from services.cli.status import clock_lines, device_lines, store_table, worker_table
+from schemas.worker import BlockCounts, EngineLives, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole
+from services.cli.status import clock_lines, device_lines, engine_lines, store_table, worker_table
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.cli.commands import QUESTION, assert_one_line, our_processes, run, run_here
 
@@ -134,6 +134,13 @@ def test_cached_blocks_and_stores_are_shown() -> None:
     ahead = msgspec.structs.replace(load("decode"), clock_ahead_ms=660_000)
     wrong = FleetDescribed(policy="cost", ready=True, workers=(ahead, load("prefill")))
     assert clock_lines(wrong) == ["clocks that differ from the scheduler's: decode-0 +660.0 s"]
+    assert engine_lines(fleet) == []
+    dead = msgspec.structs.replace(load("decode"), state="starting", engine=EngineLives(num_starts=2, num_deaths=2))
+    loads = (dead, msgspec.structs.replace(dead, worker=load("prefill").worker, state="ready"))
+    assert engine_lines(FleetDescribed(policy="cost", ready=True, workers=loads)) == [
+        "engines of decode-0 that have died: 2; it is starting again",
+        "engines of prefill-0 that have died: 2; there is one again",
+    ]
 
 
 def test_workers_on_cards_are_shown_and_those_of_a_mesh_without_are_not() -> None:

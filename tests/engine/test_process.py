@@ -73,11 +73,74 @@ def test_a_process_that_ends_fails_all_that_it_had(rig: Rig, end: Callable[[Rig]
     failed = [rig.next(), rig.next()]
     assert {(kind, name) for kind, name, _ in failed} == {("failed", "a"), ("failed", "b")}
     assert all(said.startswith(reason) for _, _, said in failed)
-    assert rig.thread.has_failed and rig.thread.engine_load() == (0, 0, 0)
-    with pytest.raises(EngineStoppedError):
-        rig.submit("c")
+    (death,) = rig.deaths
+    assert ("a", 0) in death.in_step and len(death.had) == 2
+    assert rig.thread.engine_load() == (0, 0, 0)
+    rig.gate.set()
+    assert rig.next() == ("back", "", "")
+    rig.submit("c")
+    assert rig.next() == ("ended", "c", "length")
+    assert not rig.thread.has_failed
+
+
+def test_who_dies_between_steps_computed_nobody(rig: Rig) -> None:
+    rig.submit("a")
+    rig.next()
+    rig.child.process.kill()
+    assert rig.next() == ("back", "", "")
+    assert rig.deaths[0].had == rig.deaths[0].in_step == frozenset()
+
+
+def test_nothing_is_taken_while_there_is_none(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_start = threading.Event()
+    start_child = rig.start_child
+
+    def start_later() -> EngineChild:
+        assert may_start.wait(TIMEOUT)
+        return start_child()
+
+    rig.start_child = start_later  # type: ignore[assignment]
+    in_step(rig)
+    understood = rig.thread.start_grammar("brackets 2")
+    rig.child.process.kill()
+    assert rig.next()[:2] == ("failed", "a")
+    assert understood.exception(TIMEOUT) is None or isinstance(understood.exception(), GrammarError)
+    with pytest.raises(EngineStoppedError, match="starting"):
+        rig.submit("b")
+    with pytest.raises(EngineStoppedError, match="starting"):
+        rig.thread.cancel(RequestId("a"), 0)
     with pytest.raises(GrammarError):
         rig.thread.start_grammar("brackets 2").result(TIMEOUT)
+    may_start.set()
+    rig.gate.set()
+    assert rig.next() == ("back", "", "")
+
+
+def test_one_that_does_not_start_is_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    orders = [fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce, name=name) for name in ("refused", "fake")]
+    rig.start_child = lambda: EngineChild(orders.pop(0), "decode-0", rig.control.spawn)  # type: ignore[assignment]
+    rig.child.process.kill()
+    assert rig.next() == ("back", "", "")
+    assert f"the engine does not start: {fake_child.REFUSED}" in caplog.text and not orders
+
+
+def test_one_that_is_being_started_is_ended_too() -> None:
+    made = Rig(in_process=True)
+    made.thread.start()
+    started = threading.Event()
+    start_child = made.start_child
+
+    def start_slowly() -> EngineChild:
+        child = start_child()
+        os.kill(child.process.pid, signal.SIGSTOP)
+        started.set()
+        return child
+
+    made.start_child = start_slowly  # type: ignore[assignment]
+    made.child.process.kill()
+    assert started.wait(TIMEOUT)
+    made.close()
+    assert made.child.process.poll() is not None
 
 
 def test_a_step_that_does_not_end_is_ended_with_its_process(rig: Rig) -> None:
@@ -85,7 +148,7 @@ def test_a_step_that_does_not_end_is_ended_with_its_process(rig: Rig) -> None:
     rig.submit("b")
     assert rig.thread.stop_engine(0.01)
     assert {rig.next(), rig.next()} == {("failed", name, "the engine was stopped") for name in ("a", "b")}
-    assert not rig.thread.has_failed
+    assert not rig.deaths
     with pytest.raises(EngineStoppedError):
         rig.submit("c")
     with pytest.raises(EngineStoppedError):
@@ -178,7 +241,7 @@ def test_an_engine_that_cannot_be_made_says_why_in_a_line() -> None:
             control = fake_child.Control()
             order = fake_child.order_of(SHAPE, arena.name, arena.nonce, name=name)
             with pytest.raises(UserError, match=reason):
-                EngineChild(order, "decode-0", control.spawn)
+                EngineChild(order, "decode-0", control.spawn).wait_ready()
             control.close()
     finally:
         arena.close()
@@ -193,6 +256,7 @@ from tests.engine.test_process import SHAPE
 arena = HostArena.create(SHAPE)
 order = fake_child.order_of(SHAPE, arena.name, arena.nonce)
 child = EngineChild(order, "decode-0", fake_child.Control().spawn)
+child.wait_ready()
 print(child.process.pid, flush=True)
 signal.pause()
 """

@@ -18,6 +18,7 @@ from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import (
     EngineCallbacks,
+    EngineDeath,
     EngineLoad,
     EngineLostError,
     InvalidSequenceError,
@@ -47,7 +48,8 @@ class Rig:
         self.threads: set[str] = set()
         self.next_block = 0
         self.in_process = in_process
-        callbacks = EngineCallbacks(self.on_step, self.on_failure, self.on_removed)
+        self.deaths: list[EngineDeath] = []
+        callbacks = EngineCallbacks(self.on_step, self.on_failure, self.on_removed, self.on_died, self.on_back)
         shape = uniform_shape(LAYOUT, NUM_BLOCKS)
         if in_process:
             self.arena = HostArena.create(shape)
@@ -55,11 +57,13 @@ class Rig:
             self.gate: Any = self.control
             self.in_step: Any = self.control
             order = fake_child.order_of(shape, self.arena.name, self.arena.nonce, token_budget=token_budget)
-            self.child = EngineChild(order, "decode-0", self.control.spawn)
+            self.start_child = partial(EngineChild, order, "decode-0", self.control.spawn)
+            self.child = self.start_child()
+            self.child.wait_ready()
             check = partial(
                 check_sequence, layout=LAYOUT, vocab_size=VOCAB, context_length=4096, token_budget=token_budget
             )
-            self.thread: RunningEngine = EngineProcess(self.child, check, callbacks)
+            self.thread: RunningEngine = EngineProcess(self.next_child, self.child, check, callbacks)
             return
         self.gate, self.in_step = threading.Event(), threading.Event()
         self.gate.set()
@@ -74,6 +78,10 @@ class Rig:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def next_child(self) -> EngineChild:
+        self.child = self.start_child()
+        return self.child
 
     def fail(self, how: int) -> None:
         """Let the next step raise (`fake_child`)."""
@@ -105,6 +113,14 @@ class Rig:
     def on_failure(self, sequences: list[Sequence], reason: str) -> None:
         for sequence in sequences:
             self.events.put(("failed", sequence.request_id, reason))
+
+    def on_died(self, death: EngineDeath) -> None:
+        self.deaths.append(death)
+        for request_id, _ in death.had:
+            self.events.put(("failed", request_id, death.reason))
+
+    def on_back(self) -> None:
+        self.events.put(("back", "", ""))
 
     def on_removed(self, sequence: Sequence) -> None:
         self.events.put(("removed", sequence.request_id, ""))
@@ -246,7 +262,7 @@ def test_an_engine_that_is_lost_ends_the_thread_and_all_sequences(rig: Rig) -> N
     rig.gate.set()
     assert rig.next() == ("failed", "a", "EngineLostError: the card fails")
     assert rig.next()[:2] == ("failed", "b")
-    wait_until(lambda: rig.thread.has_failed)
+    wait_until(lambda: rig.thread.has_failed or bool(rig.deaths))
 
 
 def test_a_callback_that_raises_does_not_end_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,8 @@ import pytest
 
 from schemas.ids import WorkerId
 from schemas.request import AttemptFailure, KVSource, RefusalReason, RequestFailure
-from services.gateway.request.core import Phase, RequestCore
+from services.gateway.limits import DEATHS_WITHIN_MS, MAX_DEATHS
+from services.gateway.request.core import GIVEN_AWAY, Phase, RequestCore
 from services.gateway.request.events import (
     AskPlacement,
     Deliver,
@@ -34,7 +35,7 @@ def running() -> RequestCore:
     return request
 
 
-@pytest.mark.parametrize("code", [AttemptFailure.DRAINING, AttemptFailure.MADE_ROOM])
+@pytest.mark.parametrize("code", GIVEN_AWAY)
 def test_a_moved_answer_is_placed_at_once_with_what_its_worker_holds(code: AttemptFailure) -> None:
     request = running()
     assert request.handle(moved(D1, code=code), NOW) == [
@@ -91,3 +92,42 @@ def test_an_answer_whose_last_token_came_before_the_move_is_complete() -> None:
 def test_a_move_by_whoever_does_not_serve_the_request_is_nothing() -> None:
     assert running().handle(moved(D2), NOW) == []
     assert running().handle(moved(D1, attempt=7), NOW) == []
+
+
+def engine_died(worker: WorkerId, attempt: int, *, in_step: bool) -> TokensReceived:
+    failure = RequestFailure(code=AttemptFailure.ENGINE_DIED, detail="killed", retryable=True, in_step=in_step)
+    return TokensReceived(attempt, worker, 0, (), failure=failure)
+
+
+def end_of(request: RequestCore, deaths: list[tuple[int, bool]]) -> FailRequest | None:
+    """Let engines die under an answer at these times, and say with what error it ends. `bool`: they computed it."""
+    feed(request, placed(decode=None))
+    for attempt, (at_ms, in_step) in enumerate(deaths, 1):
+        worker = P1 if attempt % 2 else P2
+        actions = request.handle(engine_died(worker, attempt, in_step=in_step), NOW + at_ms)
+        if isinstance(actions[-1], FailRequest):
+            assert attempt == len(deaths), "that was the last"
+            return actions[-1]
+        request.tick(request.wake_ms)  # where several workers in a row have done nothing, it waits for a while
+        feed(request, placed(attempt + 1, P2 if attempt % 2 else P1, None))
+    return None
+
+
+def test_a_request_that_kills_engines_does_not_go_round_the_fleet() -> None:
+    fail = end_of(new(), [(0, True), (1_000, True), (DEATHS_WITHIN_MS - 1, True)])
+    assert fail is not None and (fail.code, fail.status) == ("engine_died", 500)
+    assert fail.message == f"3 engines died within a minute as they computed this request: {P1}: killed"
+    assert MAX_DEATHS == 3
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(at_ms, False) for at_ms in range(0, 10_000, 1_000)],
+        [(0, True), (1_000, True), (2_000, False), (DEATHS_WITHIN_MS, True)],
+        [(at * DEATHS_WITHIN_MS // 2, True) for at in range(9)],
+    ],
+    ids=["it was not in the step", "not within a minute", "now and then"],
+)
+def test_whose_engines_die_for_other_reasons_goes_on(deaths: list[tuple[int, bool]]) -> None:
+    assert end_of(new(max_attempts=2), deaths) is None

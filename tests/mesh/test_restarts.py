@@ -12,9 +12,9 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from services.launch.limits import ENDS_WITHIN_S, LONGEST_REST_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
-from services.launch.restart import Child, Restarts
+from services.launch.restart import Child
 from services.launch.supervisor import UpOptions
+from services.restarts import ENDS_WITHIN_S, LONGEST_REST_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S, Restarts
 from tests.cli.commands import KVMESH, assert_one_line
 from tests.mesh.processes import Mesh, RunningMesh
 

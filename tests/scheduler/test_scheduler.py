@@ -229,6 +229,19 @@ def test_a_draining_worker_gets_nothing_new() -> None:
     assert refused(core, ask()).reason == RefusalReason.NO_WORKER
 
 
+def test_a_worker_whose_engine_is_starting_gets_nothing_new_until_it_is_there() -> None:
+    core = fleet("least_loaded", P0, P1, D0)
+    core.handle(load(P0, state="starting"), 0)
+    assert {placed(core, ask(n))[0] for n in range(3)} == {"p1"}
+    assert [standing.state for standing in core.standing(0)] == ["starting", "ready", "ready"]
+    core.handle(load(P1, state="starting"), 0)
+    refusal = refused(core, ask())
+    assert refusal.reason == RefusalReason.NO_WORKER
+    assert refusal.detail == "no prefill worker is ready (the engine of p0, p1 is starting again)"
+    core.handle(load(P0), 0)
+    assert placed(core, ask()) == ("p0", "d0")
+
+
 def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
     core = fleet("least_loaded", P0, D0)
     replaced = core.handle(WorkerJoined(worker=info("p0", "prefill", incarnation="b")), 0)

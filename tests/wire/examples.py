@@ -86,6 +86,7 @@ from schemas.worker import (
     DescribeFleet,
     DrainAnswered,
     DrainWorker,
+    EngineLives,
     FleetDescribed,
     LeaveAnswered,
     LeaveMesh,
@@ -190,6 +191,7 @@ LOAD = WorkerLoad(
     num_tokens=70_000,
     num_dropped_messages=1,
     num_refused_reads=4,
+    engine=EngineLives(num_starts=3, num_deaths=2, ready_ms=1_900),
 )
 TOKENS = (
     RequestTokens(
@@ -215,7 +217,11 @@ TOKENS = (
         attempt=1,
         index=3,
         failure=RequestFailure(
-            code=AttemptFailure.TRANSFER_FAILED, detail="the source is gone – naïve 東京", retryable=True, held_blocks=5
+            code=AttemptFailure.ENGINE_DIED,
+            detail="killed – naïve 東京",
+            retryable=True,
+            in_step=True,
+            held_blocks=5,
         ),
     ),
 )

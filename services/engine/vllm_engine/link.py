@@ -6,6 +6,7 @@ by a name that stands in there.
 
 import secrets
 from collections.abc import Callable, Generator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -54,17 +55,25 @@ class EngineLink:
         """Requests that vLLM has put aside before this step, to begin again."""
         self.on_logits: Callable[[npt.NDArray[np.float32]], None] | None = None
         """Sees the logits [sequences, vocab] that tokens are chosen from."""
+        self.on_begin: Callable[[Seq[Sequence]], None] = lambda _: None
+        """Hears whom a step computes that is planned."""
         self._half = layout.block_size * layout.token_bytes
-        array = np.frombuffer(arena, np.uint8)
-        self._planes = [
-            tuple(self._plane(array, shape, layer, part) for part in (KEY, VALUE)) for layer in range(layout.num_layers)
-        ]
+        self._planes: list[tuple[Pages, Pages]] = []
+        self.use(shape, arena)
         self._pages: list[Pages] = []
         self.group_pairs: list[GroupPair] = []
         self._pair_of_layer: list[int] = []
         self._saved: list[int] = []
         """The layers whose hook this step has called, in order."""
         _links[self.name] = self
+
+    def use(self, shape: ArenaShape, arena: memoryview) -> None:
+        """Copy to and from this arena from now on, whose layout is the same."""
+        array = np.frombuffer(arena, np.uint8)
+        self._planes = [
+            (self._plane(array, shape, layer, KEY), self._plane(array, shape, layer, VALUE))
+            for layer in range(self.layout.num_layers)
+        ]
 
     def close(self) -> None:
         """Let go of the arena and of vLLM's memory."""
@@ -122,6 +131,7 @@ class EngineLink:
 
     def begin_step(self, step: list[Copies], num_preempted: int) -> None:
         """A step is planned."""
+        self.on_begin([copies.tracked.sequence for copies in step])
         self.step = step
         self.num_preempted = num_preempted
         self.outcomes.clear()

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
 from services.config import set_environment
@@ -62,9 +64,11 @@ def load_vllm(
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
 
-    _check_shape(shape, cpu_format(version, _packing(shape.layout), shape.layout.dtype, args), kv_format)
+    _check_format(cpu_format(version, _packing(shape.layout), shape.layout.dtype, args), kv_format)
     ours = _engine_args(checkpoint, shape, token_budget, kv_bytes)
-    link = EngineLink(shape, arena)
+    # Not in the arena: of an engine that is started again, others may be reading what it has left there.
+    scratch = msgspec.structs.replace(shape, num_blocks=(self_check.NUM_BLOCKS,) * len(shape.num_blocks))
+    link = EngineLink(scratch, memoryview(bytearray(scratch.arena_bytes)))
     try:
         with engine_folder(checkpoint) as folder:
             ours["model"] = str(folder)
@@ -87,6 +91,7 @@ def load_vllm(
         raise CheckpointError(
             f"vLLM {version} does not do with {checkpoint.name} what the mesh relies on: {error}"
         ) from error
+    link.use(shape, arena)
     return LoadedVllm(steps, f"cpu, vLLM {version}")
 
 
@@ -139,17 +144,12 @@ class InProcess:
         self._engine = None
 
 
-def _check_shape(shape: ArenaShape, own_format: str, kv_format: str) -> None:
-    """Raise UserError where vLLM's KV is of another format than others think, or the arena too small for its check."""
+def _check_format(own_format: str, kv_format: str) -> None:
+    """Raise UserError where vLLM's KV is of another format than others think."""
     if own_format != kv_format:
         raise UserError(
             f"KV of vLLM is {own_format} on this machine, and mesh.toml has engine.kv_format = {kv_format!r}: workers "
             "that share KV run one version of it, on processors of one kind"
-        )
-    if min(shape.num_blocks) < self_check.NUM_BLOCKS:
-        raise UserError(
-            f"the arena holds {min(shape.num_blocks)} blocks of some layers, and vLLM's check needs "
-            f"{self_check.NUM_BLOCKS}: raise --kv-mib"
         )
 
 

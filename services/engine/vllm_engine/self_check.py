@@ -18,7 +18,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Largest difference, relative to the logits' spread, that rounding alone is allowed to make."""
 
 NUM_BLOCKS = 8
-"""Of each cache group of the arena."""
+"""Of each cache group of the memory that it computes in."""
 
 Logits = npt.NDArray[np.float32]
 
@@ -43,7 +43,7 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     """Compute a prompt of three and a half blocks as a prefill worker does, in two parts; go on as a decode worker
     does, from its blocks alone; and see that these are what it read. Raises EngineLostError.
 
-    Writes into the arena's first NUM_BLOCKS blocks.
+    Writes into the first NUM_BLOCKS blocks of what the link uses.
     """
     check = _Check(steps, engine, link)
     size = link.layout.block_size

@@ -1,6 +1,7 @@
 """The steps of vLLM: it decides what a step computes; what came of it is told as of any engine."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -69,6 +70,8 @@ class VllmSteps:
         self._names: dict[Key, str] = {}
         """vLLM's name of each sequence."""
         self._started: set[Key] = set()
+        self.on_begin: Callable[[Seq[Sequence]], None] = lambda _: None
+        link.on_begin = lambda sequences: self.on_begin(sequences)
 
     def __len__(self) -> int:
         return len(self._names)

@@ -25,7 +25,7 @@ from schemas.request import (
     TransferReport,
 )
 from services.config import MeshConfig
-from services.gateway.limits import DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES
+from services.gateway.limits import DEATHS_WITHIN_MS, DEFAULT_RETRY_AFTER_MS, MAX_DEATHS, MAX_TROUBLES
 from services.gateway.request.events import (
     Abandon,
     Action,
@@ -118,6 +118,8 @@ class RequestCore:
         """Attempts in a row that gave the client nothing."""
         self._is_under_way = False
         """A worker has taken an attempt, or has sent tokens."""
+        self._deaths_ms: list[int] = []
+        """When engines have died that were computing it, those of the last minute."""
         self._num_untaken = 0
         """Attempts in a row that no worker has taken."""
         self._waiting_since_ms = 0
@@ -359,6 +361,11 @@ class RequestCore:
         fail = FailRequest(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS[failure.code])
         if fail.status == 504:
             fail = self._deadline(fail.message)
+        if failure.in_step:
+            self._deaths_ms = [*(each for each in self._deaths_ms if now_ms - each < DEATHS_WITHIN_MS), now_ms]
+        if len(self._deaths_ms) >= MAX_DEATHS:
+            message = f"{MAX_DEATHS} engines died within a minute as they computed this request: {fail.message}"
+            return self._end(failure.code, FailRequest(failure.code, message, 500))
         if failure.code in GIVEN_AWAY:
             held = KVSource(worker_id=worker_id, first_block=0, num_blocks=failure.held_blocks)
             return self._retry(worker_id, failure.code, fail, now_ms, taken=False, moved_from=held)
@@ -469,12 +476,13 @@ class RequestCore:
 
 _PASSING = (RefusalReason.OVERLOADED, RefusalReason.DRAINING)
 """Refusals of a mesh that is full for a while: what is under way waits for their end."""
-GIVEN_AWAY = (AttemptFailure.DRAINING, AttemptFailure.MADE_ROOM)
+GIVEN_AWAY = (AttemptFailure.DRAINING, AttemptFailure.MADE_ROOM, AttemptFailure.ENGINE_DIED)
 """Failures of workers that have done nothing wrong: what they have of the answer can be read there."""
 _FAILURE_STATUS = {
     AttemptFailure.TRANSFER_FAILED: 502,
     AttemptFailure.WORKER_FAILED: 502,
     AttemptFailure.ENGINE_FAILED: 500,
+    AttemptFailure.ENGINE_DIED: 503,
     AttemptFailure.DEADLINE: 504,
     AttemptFailure.DRAINING: 503,
     AttemptFailure.MADE_ROOM: 503,

@@ -104,7 +104,7 @@ class FleetView:
     def note_load(self, load: WorkerLoad, now_ms: int) -> None:
         """Note what a known worker reports of itself."""
         worker = self.workers[load.worker.worker_id]
-        was_draining, before = worker.is_draining, worker.load.rates
+        state, before = worker.state, worker.load.rates
         worker.observe(load)
         self._write(worker)
         if load.rates.prefill != before.prefill:
@@ -113,7 +113,7 @@ class FleetView:
             self._pairs.observe(worker.slot, load.rates.transfers, now_ms)
         else:
             self._pairs.hear_again(worker.slot, now_ms)
-        if worker.is_draining != was_draining:
+        if worker.state != state:
             self._regroup()
 
     def drain(self, worker: KnownWorker) -> None:
@@ -164,7 +164,7 @@ class FleetView:
     def usable(self) -> list[KnownWorker]:
         """The workers that may be given requests, ordered by id."""
         ordered = sorted(self.workers.values(), key=lambda worker: worker.info.worker_id)
-        return [worker for worker in ordered if not worker.is_draining and worker.info.role != "store"]
+        return [worker for worker in ordered if worker.state == "ready" and worker.info.role != "store"]
 
     @cached_property
     def _ranks(self) -> Slots:

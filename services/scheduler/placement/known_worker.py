@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad
+from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad, WorkerState
 
 
 def idle(info: WorkerInfo) -> WorkerLoad:
@@ -31,6 +31,8 @@ class KnownWorker:
     """Its row in the fleet's arrays."""
     has_reported: bool = False
     is_draining: bool = False
+    is_starting: bool = False
+    """Its engine is: it lends, and takes no requests."""
     num_placed_requests: int = 0
     num_placed_tokens: int = 0
     num_placed_blocks: int = 0
@@ -40,6 +42,7 @@ class KnownWorker:
         self.load = load
         self.has_reported = True
         self.is_draining = self.is_draining or load.state == "draining"
+        self.is_starting = load.state == "starting"
         self.num_placed_requests = self.num_placed_tokens = self.num_placed_blocks = 0
 
     def place(self, *, num_tokens: int, num_blocks: int) -> None:
@@ -47,6 +50,10 @@ class KnownWorker:
         self.num_placed_requests += 1
         self.num_placed_tokens += num_tokens
         self.num_placed_blocks += num_blocks
+
+    @property
+    def state(self) -> WorkerState:
+        return "draining" if self.is_draining else "starting" if self.is_starting else "ready"
 
     @property
     def num_requests(self) -> int:

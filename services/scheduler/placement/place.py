@@ -349,7 +349,9 @@ def _refusal(case: Case) -> Refused:
     if (request.must_split or "aggregated" not in roles) and not {"prefill", "decode"} <= roles:
         missing = [role for role in ("prefill", "decode") if role not in roles]
         why = ", and it must be split" if request.must_split else ""
-        detail = f"no {' and no '.join(missing)} worker is ready{why}"
+        starting = [known.info.worker_id for known in case.fleet.workers.values() if known.state == "starting"]
+        again = f" (the engine of {', '.join(sorted(starting))} is starting again)" if starting else ""
+        detail = f"no {' and no '.join(missing)} worker is ready{why}{again}"
         return refuse(request, RefusalReason.NO_WORKER, detail, RETRY_AFTER_MS)
     slots = np.array([worker.slot for worker in usable], np.intp)
     if usable and not len(case.fleet.fitting(slots, case.demand)):

@@ -1,5 +1,7 @@
 """The engine of a simulated worker: the real code in a cooperative thread, with steps that take virtual time."""
 
+import asyncio
+import contextvars
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,8 +9,8 @@ from typing import Protocol
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
-from services.engine.interface import Engine, Outcome, StepItem
-from services.engine.thread import Changes, EngineThread
+from services.engine.interface import Engine, EngineDeath, Outcome, Sequence, SequenceKey, StepItem
+from services.engine.thread import CancelEntry, Changes, EngineStoppedError, EngineThread
 from services.sim.platform.threads import CoCondition, CoThread, pause, spawn
 
 
@@ -56,11 +58,15 @@ class SimSteps(BatchSteps):
 
 
 class SimEngineThread(EngineThread):
-    """Runs steps in a cooperative thread."""
+    """Runs steps in a cooperative thread, which can be killed as an engine's process can."""
 
     _cooperative: CoThread | None = None
+    _in_step: frozenset[SequenceKey] = frozenset()
+    _is_away = False
 
     def start(self) -> None:
+        self._context = contextvars.copy_context()
+        self._steps.on_begin = self._note_step
         self._cooperative = spawn(self.run_steps, "engine")
 
     def stop_engine(self, timeout: float) -> bool:
@@ -70,6 +76,42 @@ class SimEngineThread(EngineThread):
             return True
         self._cooperative.join(timeout)
         return not self._cooperative.is_alive()
+
+    def kill_engine(self, start_s: float) -> None:
+        """End it where it stands; there is another one after so many seconds."""
+        if self._cooperative is None or self._is_away or self._stopping:
+            return
+        self._is_away = True
+        self._cooperative.abandon()
+        asyncio.get_running_loop().call_soon(self._tell_death, start_s, context=self._context)
+
+    def _tell_death(self, start_s: float) -> None:
+        """In the worker's own process: the one that stands still hears of it later."""
+        left = [*self._steps.clear(), *(entry for entry in self._inbox if isinstance(entry, Sequence))]
+        self._inbox.clear()
+        self._steps_load = self._steps.load()
+        had = frozenset((sequence.request_id, sequence.attempt) for sequence in left)
+        self._callbacks.on_died(EngineDeath("the engine was killed", had, had & self._in_step))
+        asyncio.get_running_loop().call_later(start_s, self._come_back)
+
+    def _come_back(self) -> None:
+        if self._stopping:
+            return
+        self._is_away, self._in_step = False, frozenset()
+        self._cooperative = spawn(self.run_steps, "engine")
+        self._callbacks.on_back()
+
+    def _note_step(self, sequences: Seq[Sequence]) -> None:
+        self._in_step = frozenset((sequence.request_id, sequence.attempt) for sequence in sequences)
+
+    def _put(self, entry: Sequence | CancelEntry) -> None:
+        if self._is_away:
+            raise EngineStoppedError("the engine is starting")
+        super()._put(entry)
+
+    def _step(self) -> None:
+        super()._step()
+        self._in_step = frozenset()
 
     def _new_condition(self) -> Changes:
         return CoCondition()

@@ -96,8 +96,9 @@ class CoThread:
         return woken
 
     def abandon(self) -> None:
-        """Unwind it where it stands. Only once its loop has stopped."""
+        """Unwind it where it stands. Not for a thread that runs."""
         self._abandoned = True
+        self._is_waiting = False
         if self._timer is not None:
             self._timer.cancel()
         if self._hub is None:

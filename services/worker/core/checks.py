@@ -15,6 +15,7 @@ from schemas.request import (
     SamplingParams,
     refuse,
 )
+from schemas.worker import WorkerState
 from services.times import Times
 from services.worker.limits import MAX_SOURCES, RETRY_AFTER_MS
 
@@ -112,15 +113,17 @@ def check_request(
     limits: WorkerLimits,
     now_ms: int,
     *,
-    draining: bool,
+    state: WorkerState,
     full: bool,
 ) -> Refused | None:
     """Return why this request cannot be taken, or None."""
     num_answered = request.num_answered_tokens
     num_tokens = len(prompt) - num_answered + request.sampling.max_tokens
     reason: tuple[RefusalReason, str, int] | None = None
-    if draining:
+    if state == "draining":
         reason = (RefusalReason.DRAINING, f"{limits.worker_id} is draining", RETRY_AFTER_MS)
+    elif state == "starting":
+        reason = (RefusalReason.STARTING, f"the engine of {limits.worker_id} is starting again", RETRY_AFTER_MS)
     elif request.deadline_ms <= now_ms:
         reason = (RefusalReason.DEADLINE, "the deadline has passed", 0)
     elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):

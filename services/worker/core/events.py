@@ -75,6 +75,21 @@ class SequenceFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineDied:
+    """The engine's process has ended by itself: none of what it had is written any more. `had`, `in_step`: as
+    `EngineDeath`, those for which it was yet to begin included."""
+
+    reason: str
+    had: frozenset[AttemptKey]
+    in_step: frozenset[AttemptKey]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBack:
+    """There is an engine again."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamStarted:
     """The first frame of a read under this lease is on its way."""
 
@@ -143,7 +158,7 @@ class Stopping:
 
 
 HandOverEvent = BlocksReserved | KVOffered | KVLanded | HandoffAborted
-EngineEvent = StepResult | SequenceRemoved | SequenceFailed
+EngineEvent = StepResult | SequenceRemoved | SequenceFailed | EngineDied | EngineBack
 Event = (
     AttemptAsked
     | HandOverEvent

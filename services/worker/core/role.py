@@ -23,7 +23,7 @@ from schemas.request import (
     refuse,
 )
 from schemas.subjects import Subject
-from schemas.worker import WorkerLeft
+from schemas.worker import WorkerLeft, WorkerState
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.worker.core.actions import (
     Action,
@@ -44,6 +44,8 @@ from services.worker.core.events import (
     AttemptUnwanted,
     DrainBegun,
     DrainOver,
+    EngineBack,
+    EngineDied,
     Fenced,
     ReadEnded,
     SequenceFailed,
@@ -85,6 +87,8 @@ class RoleCore(ABC, Generic[AttemptT]):
         """What goes on here, and what has ended and whose blocks may still be written."""
         self.past = PastAttempts(limits.times.worker.retain_answer_ms)
         self.draining = False
+        self.starting = False
+        """Its engine is: nothing can be computed yet."""
         self.num_unfit = 0
         """Events of hand-overs that did not agree with what this worker was asked for."""
         self._limits = limits
@@ -94,6 +98,11 @@ class RoleCore(ABC, Generic[AttemptT]):
         self._twins.watch(self.attempts)
         self._queue: deque[AttemptT] = deque()
         self._by_handoff: dict[HandoffId, AttemptT] = {}
+
+    @property
+    def state(self) -> WorkerState:
+        """What the worker says of itself: all of its roles hear of the same."""
+        return "draining" if self.draining else "starting" if self.starting else "ready"
 
     @property
     def num_queued(self) -> int:
@@ -120,6 +129,8 @@ class RoleCore(ABC, Generic[AttemptT]):
             StepResult: self._stepped,
             SequenceRemoved: self._removed,
             SequenceFailed: self._failed,
+            EngineDied: self._engine_died,
+            EngineBack: self._engine_back,
             ReadEnded: self._read_ended,
             CancelRequest: self._cancelled,
             AttemptUnwanted: self._unwanted,
@@ -196,7 +207,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             return known
         prompt = read_prompt(request.prompt)
         full = len(self._queue) >= limits.max_queued
-        refused = check_request(request, prompt, limits, now_ms, draining=self.draining, full=full)
+        refused = check_request(request, prompt, limits, now_ms, state=self.state, full=full)
         if refused is not None:
             return SendReply(refused)
         if known is not None or request.handoff_id in self._by_handoff:
@@ -263,6 +274,29 @@ class RoleCore(ABC, Generic[AttemptT]):
         told = [] if attempt.has_ended else [self._emit_failure(attempt, event.code, event.reason)]
         return told + self._engine_lost(attempt) + self._forget(attempt, now_ms)
 
+    def _engine_died(self, event: EngineDied, now_ms: int) -> list[Action]:
+        """Let all that owes tokens go on elsewhere. What was stored before stays, and is lent."""
+        self.starting = True
+        self._queue.clear()
+        actions: list[Action] = []
+        for attempt in list(self.attempts.values()):
+            if not (attempt.owes_tokens or attempt.key in event.had):
+                continue
+            if not attempt.has_ended:
+                code, in_step = AttemptFailure.ENGINE_DIED, attempt.key in event.in_step
+                actions.append(self._tell_held(attempt, code, event.reason, now_ms, in_step=in_step))
+            if attempt.key not in event.had:  # a read may still write its blocks
+                actions += self._end(attempt, event.reason, now_ms)
+                continue
+            attempt.outcome = attempt.outcome or event.reason
+            actions += [*self._offer_copies(attempt, now_ms, ended=True), *self._engine_lost(attempt)]
+            actions += self._forget(attempt, now_ms)
+        return actions
+
+    def _engine_back(self, _: EngineBack, now_ms: int) -> list[Action]:
+        self.starting = False
+        return []
+
     def _given_away(self, attempt: AttemptT, now_ms: int) -> list[Action]:
         """The engine has let go of an attempt that goes on elsewhere. Nothing new is begun by a worker that drains, so
         that what is cached stays until it is read."""
@@ -321,12 +355,18 @@ class RoleCore(ABC, Generic[AttemptT]):
         return actions
 
     def _give_away(self, attempt: AttemptT, detail: str, now_ms: int) -> Emit:
-        """Return the action that tells the gateway to go on elsewhere, and where what is here can be read."""
-        if attempt.num_stored_blocks:
-            self._leases.expect(attempt.request.request_id, now_ms + self._limits.times.worker.readers_come_ms)
+        """Return the action that tells the gateway to go on elsewhere."""
         makes_room = attempt.moving and not self.draining
         code = AttemptFailure.MADE_ROOM if makes_room else AttemptFailure.DRAINING
-        return self._emit_failure(attempt, code, detail, attempt.num_stored_blocks)
+        return self._tell_held(attempt, code, detail, now_ms)
+
+    def _tell_held(
+        self, attempt: AttemptT, code: AttemptFailure, detail: str, now_ms: int, *, in_step: bool = False
+    ) -> Emit:
+        """Return the action that tells the gateway why an attempt has failed, and what of it can be read here."""
+        if attempt.num_stored_blocks:
+            self._leases.expect(attempt.request.request_id, now_ms + self._limits.times.worker.readers_come_ms)
+        return self._emit_failure(attempt, code, detail, attempt.num_stored_blocks, in_step=in_step)
 
     def _fenced(self, event: Fenced, now_ms: int) -> list[Action]:
         """Others take this worker for dead: end all, and tell no gateway."""
@@ -390,10 +430,14 @@ class RoleCore(ABC, Generic[AttemptT]):
         )
         return self._emit(attempt, tokens)
 
-    def _emit_failure(self, attempt: AttemptT, code: AttemptFailure, detail: str, held_blocks: int = 0) -> Emit:
+    def _emit_failure(
+        self, attempt: AttemptT, code: AttemptFailure, detail: str, held_blocks: int = 0, *, in_step: bool = False
+    ) -> Emit:
         """Return the action that tells the gateway that this attempt has failed here."""
         retryable = code not in (AttemptFailure.DEADLINE, AttemptFailure.GRAMMAR)
-        failure = RequestFailure(code=code, detail=detail, retryable=retryable, held_blocks=held_blocks)
+        failure = RequestFailure(
+            code=code, detail=detail, retryable=retryable, in_step=in_step, held_blocks=held_blocks
+        )
         request = attempt.request
         return self._emit(
             attempt, RequestTokens(request_id=request.request_id, attempt=request.attempt, index=0, failure=failure)

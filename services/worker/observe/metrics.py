@@ -68,6 +68,9 @@ class HolderMetrics:
             ("receive",): load.num_unreceived_tokens,
         }
         put(names.WAITING_TOKENS, waiting)
+        put(names.ENGINE_STARTS, {(): load.engine.num_starts})
+        put(names.ENGINE_DEATHS, {(): load.engine.num_deaths})
+        put(names.ENGINE_READY_SECONDS, {(): load.engine.ready_ms / 1000})
 
 
 class WorkerMetrics(HolderMetrics):

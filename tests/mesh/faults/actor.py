@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.errors import UserError
@@ -17,7 +18,9 @@ from tests.mesh.faults.client import Stream
 from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, hold_port, listening_ports
 from tests.mesh.faults.supervisor import FaultSupervisor
 
-IN_PROCESSES = frozenset({"kill", "pause", "drain", "broker", "broker_pause", "plane_cut", "disconnect"}) | WIRE_FAULTS
+IN_PROCESSES = WIRE_FAULTS | frozenset(
+    {"kill", "kill_engine", "pause", "drain", "broker", "broker_pause", "plane_cut", "disconnect"}
+)
 """What can be done to real processes; the others need a bus that misbehaves, which only the simulator has."""
 
 
@@ -88,9 +91,9 @@ class FaultActor:
 
     def _spawn(self, fault: Fault, subject: str, after_s: float) -> None:
         """A fault that waited for a message strikes before anything else is done."""
-        if after_s == 0 and fault.do == "kill":
-            self._kill(self._victims(fault, subject))
-            self.counts["kill"] += 1
+        if after_s == 0 and fault.do in ("kill", "kill_engine"):
+            self._kill(self._victims(fault, subject), engine=fault.do == "kill_engine")
+            self.counts[fault.do] += 1
             return
         self._tasks.append(asyncio.create_task(self._strike(fault, subject, after_s), name=fault.do))
 
@@ -100,8 +103,12 @@ class FaultActor:
         named = [child for child in living if child.name in subject.split(".")]
         return [self._rng.choice(named or living)] if living else []
 
-    def _kill(self, victims: Iterable[Child]) -> None:
+    def _kill(self, victims: Iterable[Child], *, engine: bool = False) -> None:
         for child in victims:
+            if engine:
+                for pid in engines_of(child.process.pid):
+                    os.kill(pid, signal.SIGKILL)
+                continue
             self.killed.append(child.name)
             child.kill()
             self.on_kill(child.name)
@@ -110,8 +117,8 @@ class FaultActor:
         await asyncio.sleep(after_s)
         self.counts[fault.do] += 1
         match fault.do:
-            case "kill":
-                self._kill(self._victims(fault, subject))
+            case "kill" | "kill_engine":
+                self._kill(self._victims(fault, subject), engine=fault.do == "kill_engine")
             case "pause":
                 await self._pause(self._victims(fault, subject), fault.for_s)
             case "drain":
@@ -189,6 +196,12 @@ async def broker_stopped(supervisor: FaultSupervisor) -> AsyncGenerator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def engines_of(pid: int) -> list[int]:
+    """Return the processes that this worker has started: its engine's, if there is one."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def is_there(child: Child) -> bool:

@@ -22,8 +22,8 @@ from tests.mesh.zygote import Zygote
 
 REPEATED = (
     "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode",
-    "kill_decode_at_offered", "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler",
-    "pause_decode_long", "refusal", "stall", "truncation",
+    "kill_decode_at_offered", "kill_directory", "kill_engine_twice", "kill_gateway", "kill_prefill_at_streaming",
+    "kill_scheduler", "pause_decode_long", "refusal", "stall", "truncation",
 )  # fmt: skip
 KILLS, DEATHS = "kills over and over", "a dead reader's lease"
 

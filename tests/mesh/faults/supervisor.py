@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 
 from services.config import MeshConfig
-from services.launch.limits import FIRST_WAIT_S
-from services.launch.restart import Restarts
 from services.launch.supervisor import UpOptions
+from services.restarts import FIRST_WAIT_S, Restarts
 from tests.mesh.forked import ForkedSupervisor
 from tests.mesh.zygote import Zygote
 
