@@ -204,11 +204,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What computes on the workers. All but `name` and `process` is vLLM's."""
+    """What computes on the workers. `kv_format`, `kv_bytes` and `args` are vLLM's."""
 
     name: EngineName = "transformers"
     process: bool = True
     """In a process of its own beside each worker, or else on a thread in it. On a card it is on a thread."""
+    step_timeout_s: float = 300.0
+    """A process that has something to compute and ends no step for so long hangs: it is killed, and another started.
+    As long as vLLM waits for its own workers."""
     kv_format: str = ""
     """What the bytes of its KV mean, which no other format is mixed with; `kvmesh up` fills it in."""
     kv_bytes: int = 0
@@ -223,6 +226,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError('engine.name = "transformers" takes no kv_format, kv_bytes or args: leave them out')
         if self.kv_bytes < 0:
             raise ValueError(f"engine.kv_bytes are 0 or more, not {self.kv_bytes}")
+        if not self.step_timeout_s > 0:
+            raise ValueError(f"engine.step_timeout_s is more than 0, not {self.step_timeout_s:g}")
         try:
             _toml_value(self.args)
         except ValueError as error:

@@ -45,3 +45,5 @@ LIBRARY_ANSWER_S = 1.0
 """So long a scrape waits for what the engine's library has counted."""
 CLOSE_LOOK_S = 0.2
 """Who ends an engine looks so often whether another one was just being started."""
+LOOKS_A_TIMEOUT = 20
+"""Whether a step hangs is looked at so often within the time that it may take."""

@@ -59,14 +59,16 @@ from services.engine.interface import (
     SequenceKey,
     StepResult,
 )
-from services.engine.limits import CLOSE_LOOK_S, LAYER_ROWS, LIBRARY_ANSWER_S
-from services.engine.thread import EngineStoppedError, EngineThread
+from services.engine.limits import CLOSE_LOOK_S, LAYER_ROWS, LIBRARY_ANSWER_S, LOOKS_A_TIMEOUT
+from services.engine.thread import EngineStoppedError, EngineThread, call_back
 from services.errors import UserError
 from services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
 STOPPED = "the engine was stopped"
+OF_STEPS = (StepDone, SequencesFailed, SequenceLeft)
+"""What the thread says that computes: others answer even while a step hangs."""
 Spawn = Callable[[str, tuple[int, int, int]], "subprocess.Popen[bytes]"]
 
 
@@ -145,17 +147,20 @@ class _Listened(NamedTuple):
 
 class EngineProcess:
     """As `EngineThread`, with the engine in a process of its own: `child`, and whoever follows it. `start_child` starts
-    one. `check` raises InvalidSequenceError for what an engine cannot compute."""
+    one. `check` raises InvalidSequenceError for what an engine cannot compute. One that has something to compute and
+    ends no step for `step_timeout_s` hangs, and is killed."""
 
     def __init__(
         self,
         start_child: Callable[[], EngineChild],
         child: EngineChild,
         check: Callable[[Sequence], None],
+        step_timeout_s: float,
         callbacks: EngineCallbacks,
     ) -> None:
         self._start_child = start_child
         self._check = check
+        self._step_timeout_s = step_timeout_s
         self._callbacks = callbacks
         self.has_failed = False
         """Never: who dies is replaced."""
@@ -287,17 +292,24 @@ class EngineProcess:
                     return None
                 started_s = time.monotonic()
                 is_back = self._replace_child()
-            self._call_back(self._callbacks.on_back)
+            call_back(self._callbacks.on_back)
 
     def _serve_child(self) -> str:
         """Hear what the engine says until it has ended, which it has when this returns; return how."""
-        child = self._child
+        child, silent_s, look_s = self._child, 0.0, self._step_timeout_s / LOOKS_A_TIMEOUT
         try:
-            while True:
-                messages = child.channel.hear()
+            while silent_s < self._step_timeout_s:
+                is_busy, began_s = bool(self._sequences), time.monotonic()
+                messages = child.channel.hear(look_s)
                 self._tell_layers()  # written before what is said now
                 for message in messages:
                     self._take(message)
+                if not is_busy or any(isinstance(message, OF_STEPS) for message in messages):
+                    silent_s = 0.0
+                else:  # a time in which this process stood still itself counts as one look
+                    silent_s += min(time.monotonic() - began_s, look_s)
+            child.kill_process()
+            return f"the engine's process computed nothing for {self._step_timeout_s:g} s (engine.step_timeout_s)"
         except EOFError:
             return f"the engine's process {ending(child.process.wait())}"
         except (BorderError, LookupError) as error:
@@ -317,7 +329,7 @@ class EngineProcess:
         named = ", ".join(sorted(request_id for request_id, _ in in_step))
         log.error("%s%s; it is started again", reason, f" while it computed {named}" if named else "")
         self.lives = msgspec.structs.replace(self.lives, num_deaths=self.lives.num_deaths + 1)
-        self._call_back(self._callbacks.on_died, EngineDeath(reason, frozenset(had.values()), in_step))
+        call_back(self._callbacks.on_died, EngineDeath(reason, frozenset(had.values()), in_step))
 
     def _replace_child(self) -> bool:
         """Start another one, and say whether it is ready: the one before may have been ended by what it loads."""
@@ -345,11 +357,11 @@ class EngineProcess:
     def _take(self, message: ToWorker) -> None:
         match message:
             case StepDone():
-                self._call_back(self._callbacks.on_step, self._result(message))
+                call_back(self._callbacks.on_step, self._result(message))
             case SequencesFailed(numbers=numbers, reason=reason):
-                self._call_back(self._callbacks.on_failure, [self._forget(number) for number in numbers], reason)
+                call_back(self._callbacks.on_failure, [self._forget(number) for number in numbers], reason)
             case SequenceLeft(number=number):
-                self._call_back(self._callbacks.on_removed, self._forget(number))
+                call_back(self._callbacks.on_removed, self._forget(number))
             case GrammarStarted(number=number, error=error):
                 with self._lock:
                     future = self._grammars.pop(number)
@@ -405,19 +417,13 @@ class EngineProcess:
             left = list(self._sequences)
         self._fail_grammars(reason)
         if left:
-            self._call_back(self._callbacks.on_failure, [self._forget(number) for number in left], reason)
+            call_back(self._callbacks.on_failure, [self._forget(number) for number in left], reason)
 
     def _fail_grammars(self, reason: str) -> None:
         with self._lock:
             grammars, self._grammars = list(self._grammars.values()), {}
         for future in grammars:
             _settle(future, reason)
-
-    def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
-        try:
-            callback(*arguments)
-        except Exception:
-            log.exception("the callback %r failed", callback)
 
 
 def _key(sequence: Sequence) -> SequenceKey:

@@ -158,9 +158,9 @@ class EngineThread:
             removed = [sequence for entry in entries if (sequence := self._apply(entry, refused)) is not None]
             self._steps_load = self._steps.load()
         for sequence in removed:
-            self._call_back(self._callbacks.on_removed, sequence)
+            call_back(self._callbacks.on_removed, sequence)
         if refused:
-            self._call_back(self._callbacks.on_failure, refused, "the engine does not take this sequence")
+            call_back(self._callbacks.on_failure, refused, "the engine does not take this sequence")
         return True
 
     def _apply(self, entry: Sequence | CancelEntry, refused: list[Sequence]) -> Sequence | None:
@@ -179,12 +179,12 @@ class EngineThread:
             result = self._steps.run_step()
         except StepFailedError as error:
             log.exception("an engine step of %d sequences failed", len(error.sequences))
-            self._call_back(self._callbacks.on_failure, error.sequences, str(error))
+            call_back(self._callbacks.on_failure, error.sequences, str(error))
             if error.is_lost:
                 raise
             return
         if result is not None:
-            self._call_back(self._callbacks.on_step, result)
+            call_back(self._callbacks.on_step, result)
 
     def _end(self) -> None:
         with self._changed:
@@ -196,10 +196,12 @@ class EngineThread:
             left = [*self._steps.clear(), *refused]
             self._steps_load = self._steps.load()
         if left:
-            self._call_back(self._callbacks.on_failure, left, "the engine was stopped")
+            call_back(self._callbacks.on_failure, left, "the engine was stopped")
 
-    def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
-        try:
-            callback(*arguments)
-        except Exception:
-            log.exception("the callback %r failed", callback)
+
+def call_back(callback: Callable[..., None], *arguments: object) -> None:
+    """Call what an engine's thread tells others by: their mistakes are not to end it."""
+    try:
+        callback(*arguments)
+    except Exception:
+        log.exception("the callback %r failed", callback)

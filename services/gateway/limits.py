@@ -186,7 +186,8 @@ WAITING_ROUNDS = 4
 """An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""
 
 MAX_DEATHS = 3
-"""So many engines that died within DEATHS_WITHIN_MS as they computed a request end it: it may be what kills them."""
+"""So many engines that died within DEATHS_WITHIN_MS as they computed a request, or without a token of it between them,
+end it: it may be what kills them."""
 
 DEATHS_WITHIN_MS = 60_000
 """See MAX_DEATHS."""

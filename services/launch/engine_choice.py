@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from services.config import EngineConfig, EngineName, MeshConfig, dtype_of
+from services.config import EngineName, MeshConfig, dtype_of
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.formats import BLOCK_SIZE, check_args, format_here
@@ -40,8 +40,8 @@ def with_engine(
         return msgspec.structs.replace(
             config,
             worker=msgspec.structs.replace(config.worker, block_size=block_size),
-            engine=EngineConfig(
-                name="vllm", process=config.engine.process, kv_format=kv_format, kv_bytes=kv_bytes, args=args
+            engine=msgspec.structs.replace(
+                config.engine, name="vllm", kv_format=kv_format, kv_bytes=kv_bytes, args=args
             ),
         )
     except ValueError as error:
@@ -54,8 +54,9 @@ def in_place_of_the_files(config: MeshConfig, name: EngineName) -> MeshConfig:
     if name == config.engine.name:
         return config
     size = config.worker.block_size
+    plain = msgspec.structs.replace(config.engine, name="transformers", kv_format="", kv_bytes=0, args={})
     return with_engine(
-        msgspec.structs.replace(config, engine=EngineConfig(process=config.engine.process)),
+        msgspec.structs.replace(config, engine=plain),
         read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), name),
         name=name,
         block_size=BLOCK_SIZE if name == "vllm" and size % BLOCK_SIZE else size,

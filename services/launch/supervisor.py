@@ -26,6 +26,7 @@ from services.config import (
     MIN_SECRET_CHARS,
     Carrier,
     Dtype,
+    EngineConfig,
     EngineName,
     GatewayConfig,
     MeshConfig,
@@ -133,6 +134,7 @@ class UpOptions:
     engine_kv_bytes: int = 0
     engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
     num_threads: int = 0
+    step_timeout_s: float = EngineConfig().step_timeout_s
     replicate: bool = False
     drain_s: float = WorkerConfig().drain_s
     otlp_endpoint: str = ""
@@ -431,6 +433,7 @@ class Supervisor:
                 digests=options.digests,
                 drain_s=options.drain_s,
             ),
+            engine=EngineConfig(step_timeout_s=options.step_timeout_s),
             store=_store_config(options),
             telemetry=TelemetryConfig(
                 metrics_host=own_address(),

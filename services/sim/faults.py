@@ -96,10 +96,11 @@ class FaultActor:
             self._counts[fault.do] += 1
         self._log.append(f"{asyncio.get_running_loop().time():.4f} {fault}")
         match fault.do:
-            case "kill_engine":
+            case "kill_engine" | "hang_engine":
                 living = self._mesh.living(fault.target)
                 if engines := [service.engine for service in living if service.engine is not None]:
-                    self._rng.choice(engines).kill_engine(fault.for_s)
+                    engine = self._rng.choice(engines)
+                    (engine.kill_engine if fault.do == "kill_engine" else engine.hang_engine)(fault.for_s)
             case "kill" | "pause" | "drain" | "partition" | "plane_cut" | "clock_step" | "clock_drift":
                 if living := self._mesh.living(fault.target):
                     await self._strike_service(fault, self._rng.choice(living))

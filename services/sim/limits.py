@@ -6,7 +6,9 @@ Those of the simulated machine come first, then those that a simulation is judge
 REQUEST_TIMEOUT_S = 20.0
 """The gateways' `request_timeout_s`: every request's deadline."""
 RESTART_S = 0.5
-"""From a process' failed start to its next."""
+"""From a process' failed start to its next, and from the end of an engine that hangs to its next."""
+STEP_TIMEOUT_S = 1.0
+"""The workers' `engine.step_timeout_s`."""
 EXECUTOR_S = (0.0002, 0.003)
 """Work that is given to another thread takes between these."""
 RECONNECT_S = (0.02, 0.4)

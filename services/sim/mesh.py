@@ -22,7 +22,7 @@ from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreCon
 from services.directory.service import run_directory
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
-from services.engine.interface import EngineCallbacks, Steps
+from services.engine.interface import EngineCallbacks
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import GatewayApp
 from services.gateway.api.text import TextCodec
@@ -287,7 +287,7 @@ class SimMesh:
 
     # What a measured mesh does in its own way.
 
-    def _make_engine(self, shape: ArenaShape, host: str) -> tuple[KVArena, Steps]:
+    def _make_engine(self, shape: ArenaShape, host: str) -> tuple[KVArena, SimSteps]:
         arena = memory_arena(shape, host)
         engine = FakeEngine(shape, arena.buffer, vocab_size=VOCAB)
         batch = Batch(self.config.worker.token_budget, context_length=CONTEXT_LENGTH)

@@ -24,7 +24,6 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.config import GatewayConfig, MeshConfig, TelemetryConfig, WorkerConfig
 from services.engine.batch import Batch
-from services.engine.interface import Steps
 from services.gateway.request.answer_usage import answer_usage
 from services.gateway.request.events import Deliver, FailRequest, Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
@@ -149,7 +148,7 @@ class ScaleMesh(SimMesh):
     def _make_clock(self) -> LocalClock:
         return LocalClock()  # a ticket is checked on its reader's side here
 
-    def _make_engine(self, shape: ArenaShape, host: str) -> tuple[KVArena, Steps]:
+    def _make_engine(self, shape: ArenaShape, host: str) -> tuple[KVArena, SimSteps]:
         engine = PacedEngine(shape.layout, self.shape.vocab_size)
         batch = Batch(self.config.worker.token_budget, context_length=self.shape.context_length)
         return no_memory(host), SimSteps(engine, batch, PACE)

@@ -24,12 +24,12 @@ from services.sim.limits import LONG_S
 FaultKind = Literal[
     "kill", "pause", "drain", "broker", "broker_pause", "partition", "plane_cut", "loss", "duplication",
     "reordering", "delay", "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
-    "clock_step", "clock_drift", "kill_engine",
+    "clock_step", "clock_drift", "kill_engine", "hang_engine",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 PROCESS_FAULTS: frozenset[FaultKind] = frozenset(
-    {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift", "kill_engine"}
+    {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift", "kill_engine", "hang_engine"}
 )
 """Faults of one process."""
 PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
@@ -105,6 +105,7 @@ def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], s
         "plane_cut": 4.0,
         "kill": 2.5,
         "kill_engine": 2.5,
+        "hang_engine": 2.5,
         "drain": 2.0,
     }.get(kind, span_s)
     if kind in LONG_KINDS and rng.random() < LONG_SHARE:

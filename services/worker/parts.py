@@ -151,7 +151,7 @@ def _in_process(
         context_length=checkpoint.context_length,
         token_budget=settings.token_budget,
     )
-    make_engine = partial(EngineProcess, start_child, child, check)
+    make_engine = partial(EngineProcess, start_child, child, check, config.engine.step_timeout_s)
     return _Placed(arena, make_engine, told.device, frozenset(told.eos_token_ids))
 
 

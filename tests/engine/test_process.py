@@ -83,6 +83,50 @@ def test_a_process_that_ends_fails_all_that_it_had(rig: Rig, end: Callable[[Rig]
     assert not rig.thread.has_failed
 
 
+@pytest.fixture
+def hurried() -> Iterator[Rig]:
+    """A step must not take long."""
+    made = Rig(in_process=True, step_timeout_s=0.5)
+    made.thread.start()
+    yield made
+    made.close()
+
+
+HUNG = "the engine's process computed nothing for 0.5 s (engine.step_timeout_s)"
+
+
+def test_a_step_that_hangs_is_ended_and_says_whom_it_computed(hurried: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    in_step(hurried)
+    hurried.submit("b")
+    assert {hurried.next(), hurried.next()} == {("failed", name, HUNG) for name in ("a", "b")}
+    assert hurried.deaths[0].in_step == {("a", 0)}
+    assert f"{HUNG} while it computed a; it is started again" in caplog.text
+    hurried.gate.set()
+    assert hurried.next() == ("back", "", "")
+
+
+def test_a_process_that_stands_still_hangs_once_it_has_something_to_compute(hurried: Rig) -> None:
+    os.kill(hurried.child.process.pid, signal.SIGSTOP)
+    hurried.thread._thread.join(1.0)  # type: ignore[union-attr]
+    assert not hurried.deaths, "it has nothing to do"
+    hurried.submit("a")
+    assert hurried.next() == ("failed", "a", HUNG)
+    assert hurried.deaths[0].had == {("a", 0)}
+    assert hurried.next() == ("back", "", "")
+    hurried.submit("b")
+    assert hurried.next() == ("ended", "b", "length")
+
+
+def test_a_process_that_stood_still_for_a_while_goes_on(rig: Rig) -> None:
+    in_step(rig)
+    os.kill(rig.child.process.pid, signal.SIGSTOP)
+    rig.gate.set()
+    rig.submit("b")
+    os.kill(rig.child.process.pid, signal.SIGCONT)
+    assert rig.next() == ("ended", "b", "length")
+    assert not rig.deaths
+
+
 def test_who_dies_between_steps_computed_nobody(rig: Rig) -> None:
     rig.submit("a")
     rig.next()

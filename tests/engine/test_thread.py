@@ -42,7 +42,7 @@ TIMEOUT = 30.0
 class Rig:
     """A fake engine, on a thread or in a process of its own; steps can be held and failed."""
 
-    def __init__(self, *, in_process: bool = False, token_budget: int = 16) -> None:
+    def __init__(self, *, in_process: bool = False, token_budget: int = 16, step_timeout_s: float = TIMEOUT) -> None:
         self.events: queue.Queue[tuple[str, str, str]] = queue.Queue()
         self.answers: dict[str, list[int]] = {}
         self.threads: set[str] = set()
@@ -63,7 +63,7 @@ class Rig:
             check = partial(
                 check_sequence, layout=LAYOUT, vocab_size=VOCAB, context_length=4096, token_budget=token_budget
             )
-            self.thread: RunningEngine = EngineProcess(self.next_child, self.child, check, callbacks)
+            self.thread: RunningEngine = EngineProcess(self.next_child, self.child, check, step_timeout_s, callbacks)
             return
         self.gate, self.in_step = threading.Event(), threading.Event()
         self.gate.set()

@@ -99,11 +99,14 @@ def engine_died(worker: WorkerId, attempt: int, *, in_step: bool) -> TokensRecei
     return TokensReceived(attempt, worker, 0, (), failure=failure)
 
 
-def end_of(request: RequestCore, deaths: list[tuple[int, bool]]) -> FailRequest | None:
-    """Let engines die under an answer at these times, and say with what error it ends. `bool`: they computed it."""
+def end_of(request: RequestCore, deaths: list[tuple[int, bool]], *, gets_on: bool = True) -> FailRequest | None:
+    """Let engines die under an answer at these times, and say with what error it ends. `bool`: they computed it.
+    `gets_on`: each has given a token of it."""
     feed(request, placed(decode=None))
     for attempt, (at_ms, in_step) in enumerate(deaths, 1):
         worker = P1 if attempt % 2 else P2
+        if gets_on:
+            feed(request, tokens(worker, attempt - 1, attempt, attempt=attempt))
         actions = request.handle(engine_died(worker, attempt, in_step=in_step), NOW + at_ms)
         if isinstance(actions[-1], FailRequest):
             assert attempt == len(deaths), "that was the last"
@@ -113,21 +116,31 @@ def end_of(request: RequestCore, deaths: list[tuple[int, bool]]) -> FailRequest 
     return None
 
 
-def test_a_request_that_kills_engines_does_not_go_round_the_fleet() -> None:
-    fail = end_of(new(), [(0, True), (1_000, True), (DEATHS_WITHIN_MS - 1, True)])
+@pytest.mark.parametrize(
+    ("deaths", "gets_on"),
+    [
+        ([(0, True), (1_000, True), (DEATHS_WITHIN_MS - 1, True)], True),
+        ([(0, True), (300_000, True), (600_000, True)], False),
+    ],
+    ids=["within a minute", "it hangs them, one after another"],
+)
+def test_a_request_that_kills_engines_does_not_go_round_the_fleet(
+    deaths: list[tuple[int, bool]], gets_on: bool
+) -> None:
+    fail = end_of(new(), deaths, gets_on=gets_on)
     assert fail is not None and (fail.code, fail.status) == ("engine_died", 500)
-    assert fail.message == f"3 engines died within a minute as they computed this request: {P1}: killed"
+    assert fail.message == f"3 engines died as they computed this request: {P1}: killed"
     assert MAX_DEATHS == 3
 
 
 @pytest.mark.parametrize(
-    "deaths",
+    ("deaths", "gets_on"),
     [
-        [(at_ms, False) for at_ms in range(0, 10_000, 1_000)],
-        [(0, True), (1_000, True), (2_000, False), (DEATHS_WITHIN_MS, True)],
-        [(at * DEATHS_WITHIN_MS // 2, True) for at in range(9)],
+        ([(at_ms, False) for at_ms in range(0, 10_000, 1_000)], False),
+        ([(0, True), (1_000, True), (2_000, False), (DEATHS_WITHIN_MS, True)], True),
+        ([(at * DEATHS_WITHIN_MS // 2, True) for at in range(9)], True),
     ],
     ids=["it was not in the step", "not within a minute", "now and then"],
 )
-def test_whose_engines_die_for_other_reasons_goes_on(deaths: list[tuple[int, bool]]) -> None:
-    assert end_of(new(max_attempts=2), deaths) is None
+def test_whose_engines_die_for_other_reasons_goes_on(deaths: list[tuple[int, bool]], gets_on: bool) -> None:
+    assert end_of(new(max_attempts=2), deaths, gets_on=gets_on) is None

@@ -39,11 +39,14 @@ from services.clocks import Eldest
 from services.decode.core import DecodeCore
 from services.scheduler.elder import ElderClock
 from services.sim.mesh import MeshShape
+from services.sim.platform.engine import SimEngineThread
+from services.sim.platform.threads import CoThread
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
 from services.telemetry import MeshClock
 from services.times import DecodeTimes, PrefillTimes, Times
 from services.worker.core import role
+from services.worker.core.actions import Emit
 from services.worker.core.attempts import Twin
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.copies import CopyCore, Why
@@ -292,6 +295,61 @@ def lease_without_references(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(BlockCache, "free", free_if_held)
     assert share
+
+
+# An engine's death.
+
+
+@bug("what a dead engine's step was writing is believed", "kill_engine", "hang_engine", options=BUSY)
+def void_blocks_are_believed(patch: pytest.MonkeyPatch) -> None:
+    on_died, give = EngineFeed._on_died, EngineFeed._give
+
+    def given_to(feed: EngineFeed) -> dict[Any, Any]:
+        return vars(feed).setdefault("given", {})
+
+    def remember(self: EngineFeed, sequence: Any) -> None:
+        given_to(self)[sequence.request_id, sequence.attempt] = sequence
+        give(self, sequence)
+
+    def believe(self: EngineFeed, death: Any) -> None:
+        for key in death.in_step:
+            if (attempt := self._cores.find(key)) is not None:
+                sequence = given_to(self)[key]
+                self.note_written(sequence, attempt, len(sequence.token_ids))
+        on_died(self, death)
+
+    patch.setattr(EngineFeed, "_give", remember)
+    patch.setattr(EngineFeed, "_on_died", believe)
+
+
+@bug("an engine that was given up writes on: nothing tells its life from the next one's", "kill_engine")
+def dead_engine_writes_on(patch: pytest.MonkeyPatch) -> None:
+    kill = SimEngineThread.kill_engine
+
+    def leave_it_running(self: SimEngineThread, start_s: float) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(CoThread, "abandon", lambda _: None)
+            kill(self, start_s)
+
+    patch.setattr(SimEngineThread, "kill_engine", leave_it_running)
+
+
+@bug("an attempt is told twice that its engine died", "kill_engine")
+def death_is_told_twice(patch: pytest.MonkeyPatch) -> None:
+    died = RoleCore._engine_died
+
+    def twice(self: RoleCore[Any], event: Any, now_ms: int) -> list[Any]:
+        actions = died(self, event, now_ms)
+        return [*actions, *(action for action in actions if isinstance(action, Emit))]
+
+    patch.setattr(RoleCore, "_engine_died", twice)
+
+
+@bug("the lease on what a dead engine was to write is kept", "kill_engine")
+def lease_outlives_its_engine(patch: pytest.MonkeyPatch) -> None:
+    from services.prefill.core import PrefillCore
+
+    patch.setattr(PrefillCore, "_engine_lost", lambda self, attempt: [])
 
 
 # The stream.

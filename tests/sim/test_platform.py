@@ -145,3 +145,34 @@ def test_engine_steps_take_virtual_time_layer_by_layer() -> None:
     assert heard[:6] == [(0, 32, 0.1), (1, 32, 0.2), (2, 32, 0.3), (0, 40, 0.44), (1, 40, 0.48), (2, 40, 0.52)]
     assert [round((step.ended_ns - step.started_ns) / 1e9, 3) for step in steps[:6]] == [0.4, 0.16, 0.1, 0.1, 0.1, 0.1]
     assert left == ["more"], "what is left is failed when it is stopped"
+
+
+@pytest.mark.parametrize(("for_s", "is_killed"), [(0.9, False), (60.0, True)], ids=["for a while", "for good"])
+def test_an_engine_that_hangs_goes_on_or_is_killed_in_its_step(for_s: float, *, is_killed: bool) -> None:
+    layout = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=4, block_size=16)
+    shape = uniform_shape(layout, 4)
+    steps: list[StepResult] = []
+    told: list[str] = []
+
+    async def live() -> None:
+        engine = FakeEngine(shape, memoryview(bytearray(shape.arena_bytes)))
+        callbacks = EngineCallbacks(
+            steps.append,
+            lambda _, reason: told.append(reason),
+            lambda _: None,
+            on_died=lambda death: told.append(f"died computing {len(death.in_step)} of {len(death.had)}"),
+            on_back=lambda: told.append("back"),
+        )
+        thread = SimEngineThread(SimSteps(engine, Batch(32), Pace(base_s=0.4)), no_grammar, callbacks)
+        thread.start()
+        await asyncio.sleep(0.1)
+        thread.hang_engine(for_s)
+        await asyncio.sleep(0.3)
+        tables = (BlockTable((Segment(0, 4),)),)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        thread.submit(Sequence(RequestId("r"), 0, list(range(20)), 20, sampling, tables))
+        await asyncio.sleep(10.0)
+
+    virtually(live)
+    assert told == (["died computing 1 of 1", "back"] if is_killed else [])
+    assert len(steps) == (not is_killed)

@@ -118,7 +118,8 @@ class RequestCore:
         """Attempts in a row that gave the client nothing."""
         self._is_under_way = False
         """A worker has taken an attempt, or has sent tokens."""
-        self._deaths_ms: list[int] = []
+        self._deaths: list[tuple[int, int]] = []
+        """Times of engines' deaths in its steps, and the tokens that there were of it then."""
         """When engines have died that were computing it, those of the last minute."""
         self._num_untaken = 0
         """Attempts in a row that no worker has taken."""
@@ -362,9 +363,11 @@ class RequestCore:
         if fail.status == 504:
             fail = self._deadline(fail.message)
         if failure.in_step:
-            self._deaths_ms = [*(each for each in self._deaths_ms if now_ms - each < DEATHS_WITHIN_MS), now_ms]
-        if len(self._deaths_ms) >= MAX_DEATHS:
-            message = f"{MAX_DEATHS} engines died within a minute as they computed this request: {fail.message}"
+            had = len(self.tokens)
+            recent = [each for each in self._deaths if now_ms - each[0] < DEATHS_WITHIN_MS or each[1] == had]
+            self._deaths = [*recent, (now_ms, had)]
+        if len(self._deaths) >= MAX_DEATHS:
+            message = f"{MAX_DEATHS} engines died as they computed this request: {fail.message}"
             return self._end(failure.code, FailRequest(failure.code, message, 500))
         if failure.code in GIVEN_AWAY:
             held = KVSource(worker_id=worker_id, first_block=0, num_blocks=failure.held_blocks)

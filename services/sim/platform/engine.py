@@ -9,9 +9,19 @@ from typing import Protocol
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
-from services.engine.interface import Engine, EngineDeath, Outcome, Sequence, SequenceKey, StepItem
+from services.engine.interface import (
+    Engine,
+    EngineCallbacks,
+    EngineDeath,
+    Outcome,
+    Sequence,
+    SequenceKey,
+    StartGrammar,
+    StepItem,
+)
 from services.engine.thread import CancelEntry, Changes, EngineStoppedError, EngineThread
-from services.sim.platform.threads import CoCondition, CoThread, pause, spawn
+from services.sim.limits import RESTART_S, STEP_TIMEOUT_S
+from services.sim.platform.threads import CoCondition, CoThread, now_s, pause, spawn
 
 
 class StepPace(Protocol):
@@ -41,6 +51,8 @@ class SimSteps(BatchSteps):
         super().__init__(engine, batch)
         self._pace = pace
         self._layer_s = 0.0
+        self.hangs_until_s = 0.0
+        """What is computed stands still until then."""
         self._has_layers = isinstance(engine, FakeEngine)
         if isinstance(engine, FakeEngine):
             engine.before_layer = self._compute_layer
@@ -50,15 +62,24 @@ class SimSteps(BatchSteps):
         if self._has_layers:
             self._layer_s = step_s / (self.engine.layout.num_layers + 1)
         else:
-            pause(step_s)
+            self._pass(step_s)
         return super()._compute(items)
 
     def _compute_layer(self, _items: Seq[StepItem], _layer: int) -> None:
-        pause(self._layer_s)
+        self._pass(self._layer_s)
+
+    def _pass(self, for_s: float) -> None:
+        pause(for_s)
+        while (left_s := self.hangs_until_s - now_s()) > 0:
+            pause(left_s)
 
 
 class SimEngineThread(EngineThread):
-    """Runs steps in a cooperative thread, which can be killed as an engine's process can."""
+    """Runs steps in a cooperative thread, which can be killed as an engine's process can, and hang as one."""
+
+    def __init__(self, steps: SimSteps, start_grammar: StartGrammar, callbacks: EngineCallbacks) -> None:
+        super().__init__(steps, start_grammar, callbacks)
+        self._sim_steps = steps
 
     _cooperative: CoThread | None = None
     _in_step: frozenset[SequenceKey] = frozenset()
@@ -85,6 +106,20 @@ class SimEngineThread(EngineThread):
         self._cooperative.abandon()
         asyncio.get_running_loop().call_soon(self._tell_death, start_s, context=self._context)
 
+    def hang_engine(self, for_s: float) -> None:
+        """Let it stand still for so long. Where its step takes longer than one may, it is killed then."""
+        self._sim_steps.hangs_until_s = now_s() + for_s
+        self._end_hung(frozenset())
+
+    def _end_hung(self, seen: frozenset[SequenceKey]) -> None:
+        if self._sim_steps.hangs_until_s <= now_s():
+            return
+        if self._in_step and self._in_step is seen:
+            self.kill_engine(RESTART_S)
+            return
+        look, context = self._end_hung, self._context
+        asyncio.get_running_loop().call_later(STEP_TIMEOUT_S, look, self._in_step, context=context)
+
     def _tell_death(self, start_s: float) -> None:
         """In the worker's own process: the one that stands still hears of it later."""
         left = [*self._steps.clear(), *(entry for entry in self._inbox if isinstance(entry, Sequence))]
@@ -97,7 +132,7 @@ class SimEngineThread(EngineThread):
     def _come_back(self) -> None:
         if self._stopping:
             return
-        self._is_away, self._in_step = False, frozenset()
+        self._is_away, self._in_step, self._sim_steps.hangs_until_s = False, frozenset(), 0.0
         self._cooperative = spawn(self.run_steps, "engine")
         self._callbacks.on_back()
 

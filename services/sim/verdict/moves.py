@@ -50,7 +50,9 @@ class MoveTap:
         self._answered: set[tuple[AttemptKey, WorkerId]] = set()
         """Who has sent tokens of which attempt."""
         self._leaving: set[WorkerId] = set()
-        self._taken_back: list[str] = []
+        self._failed: set[tuple[AttemptKey, WorkerId]] = set()
+        """Who has said of which attempt that it failed."""
+        self._wrong: list[str] = []
 
     @property
     def num_moved(self) -> int:
@@ -61,6 +63,7 @@ class MoveTap:
         match subject.split(".")[2:]:
             case ["tokens", worker_id, _]:
                 for tokens in decode(payload, TokensEmitted).requests:
+                    self._note_failure(WorkerId(worker_id), tokens)
                     self._hear(WorkerId(worker_id), tokens)
             case ["worker", worker_id, "progress"]:  # it may be here before what it repeats
                 said = decode(payload, Progress, AskProgress)
@@ -82,7 +85,7 @@ class MoveTap:
         """
         if "broker" in kinds:
             return
-        yield from self._taken_back
+        yield from self._wrong
         for (request_id, attempt), resumed in self._resumed.items():
             if len(resumed) > 1:
                 yield f"attempt {attempt} of {request_id} began {len(resumed)} times"
@@ -105,6 +108,15 @@ class MoveTap:
                 if waited_s > GOES_ON_WITHIN_S and not self._goes_without((request_id, attempt), worker_id):
                     yield f"attempt {attempt} of {request_id}, given away by {worker_id}, waited {waited_s:.3f} s"
 
+    def _note_failure(self, worker_id: WorkerId, tokens: RequestTokens) -> None:
+        """A failure is said once; who asks for progress is told what was said last."""
+        if tokens.failure is None:
+            return
+        said = ((RequestId(tokens.request_id), tokens.attempt), worker_id)
+        if said in self._failed:
+            self._wrong.append(f"{worker_id} said twice that attempt {tokens.attempt} of {tokens.request_id} failed")
+        self._failed.add(said)
+
     def _hear(self, worker_id: WorkerId, tokens: RequestTokens) -> None:
         request_id = RequestId(tokens.request_id)
         key = (request_id, tokens.attempt)
@@ -115,7 +127,7 @@ class MoveTap:
         self._answered.add((key, worker_id))
         gave = (worker_id in self._given.get((request_id, earlier), {}) for earlier in range(1, tokens.attempt))
         if worker_id in self._leaving and any(gave):
-            self._taken_back.append(f"{worker_id} drains, gave {request_id} away and answers attempt {tokens.attempt}")
+            self._wrong.append(f"{worker_id} drains, gave {request_id} away and answers attempt {tokens.attempt}")
 
     def _note(self, event: RequestPlaced | RequestResumed | RequestFinished | RequestFailed | RequestCancelled) -> None:
         key = (event.request_id, event.attempt)

@@ -1,9 +1,11 @@
 """Carries out a scenario on real processes: signals, the broker's port, the proxy between workers."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -18,8 +20,10 @@ from tests.mesh.faults.client import Stream
 from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, hold_port, listening_ports
 from tests.mesh.faults.supervisor import FaultSupervisor
 
+LOOK_S = 0.02
+"""Between two looks at a process that stands still."""
 IN_PROCESSES = WIRE_FAULTS | frozenset(
-    {"kill", "kill_engine", "pause", "drain", "broker", "broker_pause", "plane_cut", "disconnect"}
+    {"kill", "kill_engine", "hang_engine", "pause", "drain", "broker", "broker_pause", "plane_cut", "disconnect"}
 )
 """What can be done to real processes; the others need a bus that misbehaves, which only the simulator has."""
 
@@ -119,6 +123,9 @@ class FaultActor:
         match fault.do:
             case "kill" | "kill_engine":
                 self._kill(self._victims(fault, subject), engine=fault.do == "kill_engine")
+            case "hang_engine":
+                for child in self._victims(fault, subject):
+                    await asyncio.gather(*(_stand_still(pid, fault.for_s) for pid in engines_of(child.process.pid)))
             case "pause":
                 await self._pause(self._victims(fault, subject), fault.for_s)
             case "drain":
@@ -195,6 +202,17 @@ async def broker_stopped(supervisor: FaultSupervisor) -> AsyncGenerator[None]:
     try:
         yield
     finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def _stand_still(pid: int, for_s: float) -> None:
+    """Stop a process for so long, or until somebody kills it."""
+    until_s = time.monotonic() + for_s
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        while time.monotonic() < until_s:
+            await asyncio.sleep(LOOK_S)
+            os.kill(pid, 0)
         os.kill(pid, signal.SIGCONT)
 
 

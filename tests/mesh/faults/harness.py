@@ -37,8 +37,10 @@ MORE_STREAMS = 3
 """So many times the requests of a scenario are sent until each of its faults has struck."""
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 OPTIONS = UpOptions(
-    port=0, num_prefill=2, num_decode=2, num_gateways=2, carrier="tcp", kv_bytes=64 << 20, num_threads=1, drain_s=5.0
-)
+    port=0, num_prefill=2, num_decode=2, num_gateways=2, carrier="tcp", kv_bytes=64 << 20, num_threads=1, drain_s=5.0,
+    step_timeout_s=3.0,
+)  # fmt: skip
+"""A step of the model that they serve takes milliseconds."""
 
 
 @dataclass
