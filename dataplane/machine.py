@@ -34,6 +34,15 @@ def available_bytes() -> int | None:
     return min(rooms, default=None)
 
 
+def own_bytes(pid: int) -> int:
+    """Return the memory that a process has of its own, shared memory not counted; 0: it has ended."""
+    try:
+        _, resident, shared, *_ = (PROC / f"{pid}/statm").read_text("utf-8").split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _cgroups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and of those above it, as far as they are seen from here."""
     try:

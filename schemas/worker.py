@@ -85,11 +85,16 @@ class WorkerJoined(Message, frozen=True, kw_only=True):
 
 
 class EngineLives(msgspec.Struct, frozen=True, kw_only=True):
-    """How many engines a worker has started, how many have died, and how long the last one took to be ready."""
+    """How many engines a worker has had, and how many of them have died."""
 
     num_starts: Count = 0
     num_deaths: Count = 0
     ready_ms: Count = 0
+    """From when the last one was wanted until it was ready."""
+    num_spares: Count = 0
+    """Engines that are loaded, and take over where this one dies."""
+    spare_bytes: Count = 0
+    """Memory that they have of their own."""
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):

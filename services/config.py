@@ -212,6 +212,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_timeout_s: float = 300.0
     """A process that has something to compute and ends no step for so long hangs: it is killed, and another started.
     As long as vLLM waits for its own workers."""
+    spares: int = 0
+    """Further processes of each worker, loaded and idle: one of them takes over where the engine dies."""
     kv_format: str = ""
     """What the bytes of its KV mean, which no other format is mixed with; `kvmesh up` fills it in."""
     kv_bytes: int = 0
@@ -226,6 +228,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError('engine.name = "transformers" takes no kv_format, kv_bytes or args: leave them out')
         if self.kv_bytes < 0:
             raise ValueError(f"engine.kv_bytes are 0 or more, not {self.kv_bytes}")
+        if self.spares < 0 or (self.spares and not self.process):
+            raise ValueError("engine.spares are 0 or more, and need engine.process = true")
         if not self.step_timeout_s > 0:
             raise ValueError(f"engine.step_timeout_s is more than 0, not {self.step_timeout_s:g}")
         try:

@@ -250,7 +250,12 @@ ENGINE_DEATHS = MetricName(
     is_sampled=True, is_own=True,
 )  # fmt: skip
 ENGINE_READY_SECONDS = MetricName(
-    "gauge", "kvmesh_engine_ready_seconds", "From the last engine's start until it was ready", roles=WORKERS,
+    "gauge", "kvmesh_engine_ready_seconds", "From when the last engine was wanted until it was ready", roles=WORKERS,
+    is_sampled=True, is_own=True,
+)  # fmt: skip
+
+ENGINE_SPARES = MetricName(
+    "gauge", "kvmesh_engine_spares", "Engines that are loaded, and take over where one dies", roles=WORKERS,
     is_sampled=True, is_own=True,
 )  # fmt: skip
 

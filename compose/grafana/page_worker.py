@@ -46,6 +46,7 @@ DOES: list[Panel] = [
         Query(f"kvmesh_engine_starts_total{WORKER}", "starts"),
         Query(f"kvmesh_engine_deaths_total{WORKER}", "deaths"),
         Query(f"kvmesh_engine_ready_seconds{WORKER}", "s to ready"),
+        Query(f"kvmesh_engine_spares{WORKER}", "spares"),
     ),
     lines(
         "Processor and memory",

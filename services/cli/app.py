@@ -111,6 +111,9 @@ def up(
     engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "",
     engine_kv_mib: Annotated[int, typer.Option(min=0, help="vLLM's own KV memory, in MiB; 0: as --kv-mib.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
+    spare_engines: Annotated[
+        int, typer.Option(min=0, help="Idle engines of each worker, loaded: one takes over where an engine dies.")
+    ] = 0,
     step_timeout_s: Annotated[
         float, typer.Option(min=0.1, help="An engine whose step takes longer hangs, and is started again.")
     ] = 300.0,
@@ -172,6 +175,7 @@ def up(
         engine_args=parse_engine_args(engine_args),
         engine_kv_bytes=engine_kv_mib * 1024 * 1024,
         num_threads=threads,
+        spare_engines=spare_engines,
         step_timeout_s=step_timeout_s,
         replicate=replicate,
         drain_s=drain_s,

@@ -134,13 +134,18 @@ def clock_lines(fleet: FleetDescribed) -> list[str]:
 
 
 def engine_lines(fleet: FleetDescribed) -> list[str]:
-    """Return a line for each worker whose engine has died; none where all live as they have begun."""
-    died = [load for load in _sorted(fleet) if load.engine.num_deaths]
-    again = ["it is starting again" if load.state == "starting" else "there is one again" for load in died]
-    return [
-        f"engines of {load.worker.worker_id} that have died: {load.engine.num_deaths}; {now}"
-        for load, now in zip(died, again, strict=True)
-    ]
+    """Return a line for each worker whose engine has died, and for each with spares; none where all live as they have
+    begun, alone."""
+    lines: list[str] = []
+    for load in _sorted(fleet):
+        engine, worker_id = load.engine, load.worker.worker_id
+        if engine.num_deaths:
+            now = "it is starting again" if load.state == "starting" else "there is one again"
+            lines.append(f"engines of {worker_id} that have died: {engine.num_deaths}; {now}")
+        if engine.num_spares:
+            size = engine.spare_bytes / (1 << 20)
+            lines.append(f"spare engines of {worker_id}: {engine.num_spares}, {size:,.0f} MiB of memory of their own")
+    return lines
 
 
 def _sorted(fleet: FleetDescribed) -> list[WorkerLoad]:

@@ -47,7 +47,7 @@ from services.runtime import configure_logging
 _PR_SET_PDEATHSIG = 1
 
 
-class EngineChild:
+class EngineServer:
     """One engine, told what to do by a worker. `table` and `bell`: file descriptors of the layers' table, and of what
     wakes who looks at it."""
 
@@ -201,7 +201,7 @@ def main(name: str, channel: int, table: int, bell: int, parent: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     configure_logging(name)
     ears: Channel[ToEngine] = Channel(socket.socket(fileno=channel), os.eventfd(0, os.EFD_CLOEXEC), ToEngine)
-    return EngineChild(ears, table, bell).serve_worker()
+    return EngineServer(ears, table, bell).serve_worker()
 
 
 if __name__ == "__main__":

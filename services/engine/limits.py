@@ -47,3 +47,5 @@ CLOSE_LOOK_S = 0.2
 """Who ends an engine looks so often whether another one was just being started."""
 LOOKS_A_TIMEOUT = 20
 """Whether a step hangs is looked at so often within the time that it may take."""
+SPARE_LOOK_S = 1.0
+"""Between two looks at spare engines: whether they live, and whether there is memory for another one."""

@@ -5,11 +5,6 @@ back. The worker's own `Sequence` is kept as the engine's is.
 """
 
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,27 +18,22 @@ import numpy.typing as npt
 from schemas.block import pack_tokens
 from schemas.ids import RequestId
 from schemas.worker import EngineLives
-from services.config import child_environment
 from services.engine.border import (
     AskLibrary,
     BorderError,
     CancelSequence,
-    Channel,
     EngineReady,
     EngineRefused,
     GrammarStarted,
     LibraryCounted,
-    LoadEngine,
     SequenceLeft,
     SequencesFailed,
     StartGrammar,
     StepDone,
-    StepTable,
     StepToken,
     StopEngine,
     SubmitSequence,
     ToWorker,
-    table_memory,
 )
 from services.engine.interface import (
     EngineCallbacks,
@@ -60,6 +50,7 @@ from services.engine.interface import (
     StepResult,
 )
 from services.engine.limits import CLOSE_LOOK_S, LAYER_ROWS, LIBRARY_ANSWER_S, LOOKS_A_TIMEOUT
+from services.engine.spawn import EngineChild, SpareEngines, ending
 from services.engine.thread import EngineStoppedError, EngineThread, call_back
 from services.errors import UserError
 from services.restarts import Restarts
@@ -69,72 +60,6 @@ log = logging.getLogger(__name__)
 STOPPED = "the engine was stopped"
 OF_STEPS = (StepDone, SequencesFailed, SequenceLeft)
 """What the thread says that computes: others answer even while a step hangs."""
-Spawn = Callable[[str, tuple[int, int, int]], "subprocess.Popen[bytes]"]
-
-
-def spawn_child(name: str, fds: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
-    """Start the process of the engine of this worker. `fds`: of its socket, of its table, of what wakes the worker."""
-    module = "services.engine.child"
-    arguments = [sys.executable, "-P", "-m", module, name, *map(str, fds), str(os.getpid())]
-    # What libraries print must not be taken for what the worker says.
-    return subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=child_environment(), close_fds=True
-    )
-
-
-class EngineChild:
-    """An engine's process, as its worker has it."""
-
-    def __init__(self, order: LoadEngine, name: str, spawn: Spawn) -> None:
-        """Start it, by a thread that stays: the child ends with the one that has started it."""
-        self.ready_ms = 0
-        """What it took to be ready, once it is."""
-        self._started_s = time.monotonic()
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        num_layers = order.shape.layout.num_layers
-        table = table_memory(num_layers)
-        ours, theirs = socket.socketpair()
-        try:
-            self.table = StepTable(table, num_layers)
-            self.process = spawn(name, (theirs.fileno(), table, bell))
-        finally:
-            os.close(table)
-            theirs.close()
-        self.channel: Channel[ToWorker] = Channel(ours, bell, ToWorker)
-        self.channel.say(order)
-
-    def kill_process(self) -> None:
-        """End it, and wait until it has: nothing of it writes any more. Idempotent."""
-        self.process.kill()
-        self.process.wait()
-
-    def wait_ready(self) -> EngineReady:
-        """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended."""
-        try:
-            while True:
-                for message in self.channel.hear():
-                    if isinstance(message, EngineRefused):
-                        raise UserError(message.reason)
-                    assert isinstance(message, EngineReady), "it says nothing else first"
-                    self.ready_ms = round(1000 * (time.monotonic() - self._started_s))
-                    return message
-        except BaseException as error:
-            code = self.process.wait() if isinstance(error, EOFError) else None
-            self.kill_process()
-            self.channel.close()
-            if code is not None:
-                raise UserError(f"the engine's process {ending(code)} while it loaded the model") from error
-            if isinstance(error, BorderError):
-                raise UserError(f"the engine's process says what makes no sense: {error}") from error
-            raise
-
-
-def ending(code: int) -> str:
-    """Say how a process has ended, for people."""
-    if code >= 0:
-        return f"ended with code {code}"
-    hint = ", as the kernel does where memory is short" if -code == signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 class _Listened(NamedTuple):
@@ -146,25 +71,25 @@ class _Listened(NamedTuple):
 
 
 class EngineProcess:
-    """As `EngineThread`, with the engine in a process of its own: `child`, and whoever follows it. `start_child` starts
-    one. `check` raises InvalidSequenceError for what an engine cannot compute. One that has something to compute and
+    """As `EngineThread`, with the engine in a process of its own: `child`, and whom `spares` gives to follow it.
+    `check` raises InvalidSequenceError for what an engine cannot compute. One that has something to compute and
     ends no step for `step_timeout_s` hangs, and is killed."""
 
     def __init__(
         self,
-        start_child: Callable[[], EngineChild],
         child: EngineChild,
+        spares: SpareEngines,
         check: Callable[[Sequence], None],
         step_timeout_s: float,
         callbacks: EngineCallbacks,
     ) -> None:
-        self._start_child = start_child
+        self._spares = spares
         self._check = check
         self._step_timeout_s = step_timeout_s
         self._callbacks = callbacks
         self.has_failed = False
         """Never: who dies is replaced."""
-        self.lives = EngineLives(num_starts=1, ready_ms=child.ready_ms)
+        self._lives = EngineLives(num_starts=1, ready_ms=child.ready_ms)
         self._lock = threading.Lock()
         """Of what follows, up to the empty line."""
         self._child = child
@@ -184,8 +109,14 @@ class EngineProcess:
         self._library_came = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    @property
+    def lives(self) -> EngineLives:
+        num_spares, spare_bytes = self._spares.count_loaded()
+        return msgspec.structs.replace(self._lives, num_spares=num_spares, spare_bytes=spare_bytes)
+
     def start(self) -> None:
         self._thread.start()
+        self._spares.keep_loaded()
 
     def stop_engine(self, timeout: float) -> bool:
         """End after the running step, failing what is left; at the latest after `timeout` seconds, without regard to
@@ -200,6 +131,7 @@ class EngineProcess:
     def close(self) -> None:
         """End the process, which lets go of the arena's memory. Idempotent."""
         self._stopping.set()
+        self._spares.close()
         while True:
             with self._lock:
                 child = self._child
@@ -288,7 +220,9 @@ class EngineProcess:
             self._tell_death(reason)
             is_back = False
             while not is_back:
-                if self._stopping.wait(restarts.ended(started_s, time.monotonic())):
+                wait_s = restarts.ended(started_s, time.monotonic())
+                has_spare = self._spares.count_loaded()[0] > 0
+                if self._stopping.wait(0 if has_spare else wait_s):
                     return None
                 started_s = time.monotonic()
                 is_back = self._replace_child()
@@ -328,12 +262,13 @@ class EngineProcess:
         self._fail_grammars(reason)
         named = ", ".join(sorted(request_id for request_id, _ in in_step))
         log.error("%s%s; it is started again", reason, f" while it computed {named}" if named else "")
-        self.lives = msgspec.structs.replace(self.lives, num_deaths=self.lives.num_deaths + 1)
+        self._lives = msgspec.structs.replace(self._lives, num_deaths=self._lives.num_deaths + 1)
         call_back(self._callbacks.on_died, EngineDeath(reason, frozenset(had.values()), in_step))
 
     def _replace_child(self) -> bool:
-        """Start another one, and say whether it is ready: the one before may have been ended by what it loads."""
-        child = self._start_child()
+        """Take another one, and say whether it is ready: the one before may have been ended by what it loads."""
+        wanted_s = time.monotonic()
+        child = self._spares.next_child()
         with self._lock:
             self._child = child
         try:
@@ -341,8 +276,8 @@ class EngineProcess:
         except UserError as error:
             log.error("the engine does not start: %s", error)
             return False
-        num_starts, ready_ms = self.lives.num_starts + 1, child.ready_ms
-        self.lives = msgspec.structs.replace(self.lives, num_starts=num_starts, ready_ms=ready_ms)
+        num_starts, ready_ms = self._lives.num_starts + 1, round(1000 * (time.monotonic() - wanted_s))
+        self._lives = msgspec.structs.replace(self._lives, num_starts=num_starts, ready_ms=ready_ms)
         with self._lock:
             self._is_ready = True
         return True

@@ -7,7 +7,7 @@ requests that it had taken; and it may have missed the message that says so.
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
 from services.config import MeshConfig
-from services.gateway.request.events import WorkerLost
+from services.gateway.request.events import FleetEvent, WorkerLost, WorkerReady
 from services.presence import FailureDetector, Incarnations, Speaker
 
 FleetMessage = WorkerJoined | WorkerLoad | WorkerLeft
@@ -20,11 +20,11 @@ class Fleet:
     def __init__(self, detector: FailureDetector, config: MeshConfig) -> None:
         self._incarnations = Incarnations(detector, config.gateway.worker_silent_ms)
         self._kept_ms = config.times.gateway.load_kept_ms
-        self._loads: dict[WorkerId, tuple[int, BlockCounts]] = {}
-        """When a worker last said its load, and its blocks."""
+        self._loads: dict[WorkerId, tuple[int, WorkerLoad]] = {}
+        """When a worker last said its load, and which."""
 
-    def apply(self, message: FleetMessage, now_ms: int) -> list[WorkerLost]:
-        """Note what a worker, or the scheduler on its behalf, has said. Return the workers whose requests are lost."""
+    def apply(self, message: FleetMessage, now_ms: int) -> list[FleetEvent]:
+        """Note what a worker, or the scheduler on its behalf, has said. Return what requests are to hear of it."""
         match message:
             case WorkerLeft(worker_id=worker_id, incarnation=incarnation):
                 if not self._incarnations.left(worker_id, incarnation):
@@ -32,20 +32,26 @@ class Fleet:
                 self._loads.pop(worker_id, None)
                 return [WorkerLost(worker_id, message.reason)]
             case WorkerJoined(worker=worker):
-                is_new = self._incarnations.joined(worker.worker_id, worker.incarnation, now_ms)
-                return [_restarted(worker.worker_id)] if is_new else []
+                if not self._incarnations.joined(worker.worker_id, worker.incarnation, now_ms):
+                    return []
+                self._loads.pop(worker.worker_id, None)
+                return [_restarted(worker.worker_id)]
             case WorkerLoad(worker=worker):
                 speaker = self._incarnations.spoke(worker.worker_id, worker.incarnation, now_ms)
-                if speaker is not Speaker.PREDECESSOR:
-                    self._loads[worker.worker_id] = now_ms, message.blocks
-                return [_restarted(worker.worker_id)] if speaker is Speaker.SUCCESSOR else []
+                if speaker is Speaker.PREDECESSOR:
+                    return []
+                _, before = self._loads.get(worker.worker_id, (0, None))
+                self._loads[worker.worker_id] = now_ms, message
+                lost = [_restarted(worker.worker_id)] if speaker is Speaker.SUCCESSOR else []
+                was_ready = before is not None and before.state == "ready" and not lost
+                return [*lost, WorkerReady()] if message.state == "ready" and not was_ready else [*lost]
 
     def block_counts(self, now_ms: int) -> dict[WorkerId, BlockCounts]:
         """Return what the workers last said of their blocks. One that has said nothing for long is left out."""
         oldest_ms = now_ms - self._kept_ms
         for worker_id in [w for w, (heard_ms, _) in self._loads.items() if heard_ms < oldest_ms]:
             del self._loads[worker_id]
-        return {worker_id: blocks for worker_id, (_, blocks) in self._loads.items()}
+        return {worker_id: load.blocks for worker_id, (_, load) in self._loads.items()}
 
 
 def _restarted(worker_id: WorkerId) -> WorkerLost:

@@ -211,9 +211,9 @@ class Requests:
 
     def _on_fleet(self, received: Received[FleetMessage]) -> None:
         time_ms = now_ms()
-        lost = self._fleet.apply(received.message, time_ms)
+        events = self._fleet.apply(received.message, time_ms)
         self._detector.heard(time_ms)
-        for event in lost:
+        for event in events:
             for live in list(self._live.values()):
                 self.handle(live, event)
 

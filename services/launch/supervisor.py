@@ -134,6 +134,9 @@ class UpOptions:
     engine_kv_bytes: int = 0
     engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
     num_threads: int = 0
+    engine_process: bool = True
+    """Off in measurements alone."""
+    spare_engines: int = 0
     step_timeout_s: float = EngineConfig().step_timeout_s
     replicate: bool = False
     drain_s: float = WorkerConfig().drain_s
@@ -433,7 +436,9 @@ class Supervisor:
                 digests=options.digests,
                 drain_s=options.drain_s,
             ),
-            engine=EngineConfig(step_timeout_s=options.step_timeout_s),
+            engine=EngineConfig(
+                process=options.engine_process, step_timeout_s=options.step_timeout_s, spares=options.spare_engines
+            ),
             store=_store_config(options),
             telemetry=TelemetryConfig(
                 metrics_host=own_address(),

@@ -23,9 +23,10 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.interface import EngineCallbacks
 from services.engine.loading import load_host_engine, planned_steps, read_answer_rules
-from services.engine.memory import check_memory
-from services.engine.process import EngineChild, EngineProcess, RunningEngine, spawn_child
+from services.engine.memory import check_memory, has_room
+from services.engine.process import EngineProcess, RunningEngine
 from services.engine.rules import check_sequence
+from services.engine.spawn import EngineChild, SpareEngines, spawn_child
 from services.engine.thread import EngineThread
 from services.errors import UserError
 from services.trust.credentials import holder_credentials
@@ -120,6 +121,8 @@ def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape, worker
         raise UserError("vLLM runs on the CPU here, not yet on cards: take --device cpu")
     card = None if engine.name == "vllm" else card_of(settings.device)
     if card is not None:
+        if engine.spares:
+            raise UserError("an engine on a card has no spare: take --spare-engines 0, or --device cpu")
         return _on_card(card, checkpoint, shape, settings)
     check_memory(config, checkpoint, available_bytes(), num_workers=1)
     try:
@@ -151,7 +154,8 @@ def _in_process(
         context_length=checkpoint.context_length,
         token_budget=settings.token_budget,
     )
-    make_engine = partial(EngineProcess, start_child, child, check, config.engine.step_timeout_s)
+    spares = SpareEngines(start_child, config.engine.spares, partial(has_room, config, checkpoint))
+    make_engine = partial(EngineProcess, child, spares, check, config.engine.step_timeout_s)
     return _Placed(arena, make_engine, told.device, frozenset(told.eos_token_ids))
 
 

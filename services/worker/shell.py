@@ -50,6 +50,8 @@ from services.worker.core.events import (
     AttemptAsked,
     DrainBegun,
     DrainOver,
+    EngineBack,
+    EngineDied,
     Event,
     LeaseAsked,
     TimePassed,
@@ -261,6 +263,8 @@ class Worker(HolderShell[BlockCache]):
         a read may write where it should not."""
         self._check_reads()
         reply = super().step(event, cause)
+        if isinstance(event, EngineDied | EngineBack):
+            self.report_load()  # at once: requests are placed here, or wait for that
         if isinstance(event, AttemptAsked) and not isinstance(reply, Refused):
             self._feed.expect(event.request.sampling.grammar)
         return reply

@@ -140,7 +140,7 @@ def lateness(model: str, num_tokens: int, seconds: float, num_rounds: int) -> li
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     loaded = _load(model, num_tokens, TOKEN_BUDGET)
     return [
-        Lateness(_p99_late_ms(seconds), _beside(loaded, num_tokens, lambda: _p99_late_ms(seconds)))
+        Lateness(p99_late_ms(seconds), _beside(loaded, num_tokens, lambda: p99_late_ms(seconds)))
         for _ in range(num_rounds)
     ]
 
@@ -169,7 +169,9 @@ def _beside(loaded: _Loaded, num_tokens: int, measure: Callable[[], float]) -> f
     return late_ms
 
 
-def _p99_late_ms(seconds: float) -> float:
+def p99_late_ms(seconds: float) -> float:
+    """Return how late a timer of an event loop is, in milliseconds."""
+
     async def run() -> list[float]:
         late_ms: list[float] = []
         until = time.perf_counter() + seconds

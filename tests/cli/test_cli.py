@@ -141,6 +141,10 @@ def test_cached_blocks_and_stores_are_shown() -> None:
         "engines of decode-0 that have died: 2; it is starting again",
         "engines of prefill-0 that have died: 2; there is one again",
     ]
+    spared = msgspec.structs.replace(load("decode"), engine=EngineLives(num_spares=1, spare_bytes=412 << 20))
+    assert engine_lines(FleetDescribed(policy="cost", ready=True, workers=(spared,))) == [
+        "spare engines of decode-0: 1, 412 MiB of memory of their own"
+    ]
 
 
 def test_workers_on_cards_are_shown_and_those_of_a_mesh_without_are_not() -> None:

@@ -102,6 +102,7 @@ def test_an_engine_is_written_and_read(tmp_path: Path) -> None:
         ('[engine]\nkv_format = "x"', 'engine.name = "transformers" takes no kv_format, kv_bytes or args'),
         ("[engine]\nargs = {dtype = 1}", 'engine.name = "transformers" takes no kv_format, kv_bytes or args'),
         ("[engine]\nkv_bytes = 1", 'engine.name = "transformers" takes no kv_format, kv_bytes or args'),
+        ("[engine]\nprocess = false\nspares = 1", "engine.spares are 0 or more, and need engine.process = true"),
         ("[engine]\nstep_timeout_s = 0", "engine.step_timeout_s is more than 0, not 0"),
         (f"{VLLM}kv_bytes = -1", "engine.kv_bytes are 0 or more, not -1"),
         (f"{VLLM}args = {{scale = nan}}", "engine.args: nan cannot be written in TOML"),

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.config import MeshConfig, WorkerConfig
+from services.config import EngineConfig, MeshConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.memory import check_memory
@@ -103,6 +103,11 @@ def test_memory_for_our_own_engine_and_a_store(checkpoint: Checkpoint) -> None:
         check_memory(config, checkpoint, 2 << 30, num_workers=4)
     with pytest.raises(UserError, match=r"2 .* need .* the store 2\.0\) and 2\.0 are free"):
         check_memory(config, checkpoint, 2 << 30, num_workers=2, store_bytes=2 << 30)
+    spared = msgspec.structs.replace(config, engine=EngineConfig(spares=2))
+    with pytest.raises(
+        UserError, match=r"about 2\.5 GiB .*, 0\.5 of 2 spare engine.*: lower --kv-mib, --spare-engines or"
+    ):
+        check_memory(spared, checkpoint, 2 << 30, num_workers=2)
     large = msgspec.structs.replace(checkpoint, num_bytes=8 << 30, dtype="bfloat16")
     with pytest.raises(UserError, match=r"1 .* need .* 16\.0 of weights"):
         check_memory(config, large, 12 << 30, num_workers=1)

@@ -30,7 +30,8 @@ from services.engine.border import (
 )
 from services.engine.fake import fake_answer
 from services.engine.interface import GrammarError, InvalidSequenceError, Sequence
-from services.engine.process import EngineChild, ending, submission
+from services.engine.process import submission
+from services.engine.spawn import EngineChild, ending
 from services.engine.thread import EngineStoppedError
 from services.errors import UserError
 from services.sim.brackets import Brackets
@@ -294,7 +295,7 @@ def test_an_engine_that_cannot_be_made_says_why_in_a_line() -> None:
 PARENT = """
 import signal
 from dataplane.carriers.host import HostArena
-from services.engine.process import EngineChild
+from services.engine.spawn import EngineChild
 from tests.engine import fake_child
 from tests.engine.test_process import SHAPE
 arena = HostArena.create(SHAPE)
@@ -320,6 +321,106 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# Spares.
+
+
+def rig_with_spare(*, is_ready: bool = True) -> Rig:
+    made = Rig(in_process=True, num_spares=1)
+    made.thread.start()
+    if is_ready:
+        wait_until(lambda: made.spares.count_loaded()[0] == 1)
+    return made
+
+
+def test_a_spare_takes_over_and_another_one_is_loaded() -> None:
+    rig = rig_with_spare()
+    first, spare = rig.started
+    assert rig.thread.lives.num_spares == 1 and rig.thread.lives.spare_bytes == spare.num_bytes > 1 << 20
+    in_step(rig)
+    first.process.kill()
+    assert rig.next()[:2] == ("failed", "a")
+    rig.gate.set()
+    assert rig.next() == ("back", "", "")
+    assert rig.thread._child is spare  # type: ignore[union-attr]
+    rig.submit("b")
+    assert rig.next() == ("ended", "b", "length")
+    wait_until(lambda: rig.spares.count_loaded()[0] == 1)
+    assert rig.thread.lives.num_starts == 2 and len(rig.started) == 3
+    rig.close()
+    assert all(child.has_ended for child in rig.started)
+
+
+def test_a_spare_that_is_being_loaded_is_waited_for() -> None:
+    rig = rig_with_spare(is_ready=False)
+    wait_until(lambda: len(rig.started) == 2)
+    first, spare = rig.started
+    os.kill(spare.process.pid, signal.SIGSTOP)
+    if not rig.spares.count_loaded()[0]:
+        first.process.kill()
+        rig.thread._thread.join(1.0)  # type: ignore[union-attr]
+        assert rig.spares._loading is spare and len(rig.started) == 2
+        os.kill(spare.process.pid, signal.SIGCONT)
+        assert rig.next() == ("back", "", "")
+        assert rig.thread._child is spare  # type: ignore[union-attr]
+    rig.close()
+
+
+def test_a_spare_that_dies_is_replaced() -> None:
+    rig = rig_with_spare()
+    spare = rig.child
+    spare.process.kill()
+    wait_until(lambda: len(rig.started) == 3 and rig.spares.count_loaded()[0] == 1)
+    assert not rig.deaths and spare.process.poll() is not None
+    rig.close()
+
+
+def test_a_spare_that_is_dead_does_not_take_over() -> None:
+    rig = rig_with_spare()
+    first, spare = rig.started
+    spare.kill_process()
+    first.process.kill()
+    assert rig.next() == ("back", "", "")
+    assert len(rig.deaths) == 1
+    rig.close()
+
+
+def test_without_memory_there_is_no_spare_and_the_engine_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(in_process=True, num_spares=1)
+    rig.has_room = False
+    rig.thread.start()
+    wait_until(lambda: "there is no memory for a spare engine" in caplog.text)
+    rig.child.process.kill()
+    assert rig.next() == ("back", "", "")
+    assert rig.spares.count_loaded() == (0, 0) and len(rig.started) == 2
+    rig.has_room = True
+    wait_until(lambda: rig.spares.count_loaded()[0] == 1)
+    rig.close()
+
+
+def test_a_spare_that_does_not_start_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(in_process=True, num_spares=1)
+    start_child = rig.start_child
+    refused = fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce, name="refused")
+
+    def start_first() -> EngineChild:
+        rig.start_child = start_child
+        return EngineChild(refused, "decode-0", rig.control.spawn)
+
+    rig.start_child = start_first  # type: ignore[assignment]
+    rig.thread.start()
+    wait_until(lambda: rig.spares.count_loaded()[0] == 1)
+    assert f"a spare engine does not start: {fake_child.REFUSED}" in caplog.text
+    rig.close()
+
+
+def test_a_spare_that_is_being_loaded_is_ended_too() -> None:
+    rig = rig_with_spare(is_ready=False)
+    wait_until(lambda: len(rig.started) == 2)
+    os.kill(rig.child.process.pid, signal.SIGSTOP)
+    rig.close()
+    assert all(child.has_ended for child in rig.started)
 
 
 def test_endings_in_words() -> None:

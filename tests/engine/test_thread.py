@@ -26,8 +26,9 @@ from services.engine.interface import (
     StepItem,
     StepResult,
 )
-from services.engine.process import EngineChild, EngineProcess, RunningEngine
+from services.engine.process import EngineProcess, RunningEngine
 from services.engine.rules import check_sequence
+from services.engine.spawn import EngineChild, SpareEngines
 from services.engine.thread import EngineStoppedError, EngineThread
 from tests.engine import fake_child
 from tests.engine.quiet import no_grammar
@@ -42,7 +43,14 @@ TIMEOUT = 30.0
 class Rig:
     """A fake engine, on a thread or in a process of its own; steps can be held and failed."""
 
-    def __init__(self, *, in_process: bool = False, token_budget: int = 16, step_timeout_s: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        *,
+        in_process: bool = False,
+        token_budget: int = 16,
+        step_timeout_s: float = TIMEOUT,
+        num_spares: int = 0,
+    ) -> None:
         self.events: queue.Queue[tuple[str, str, str]] = queue.Queue()
         self.answers: dict[str, list[int]] = {}
         self.threads: set[str] = set()
@@ -63,7 +71,10 @@ class Rig:
             check = partial(
                 check_sequence, layout=LAYOUT, vocab_size=VOCAB, context_length=4096, token_budget=token_budget
             )
-            self.thread: RunningEngine = EngineProcess(self.next_child, self.child, check, step_timeout_s, callbacks)
+            self.started = [self.child]
+            self.has_room = True
+            self.spares = SpareEngines(self.next_child, num_spares, lambda: self.has_room)
+            self.thread: RunningEngine = EngineProcess(self.child, self.spares, check, step_timeout_s, callbacks)
             return
         self.gate, self.in_step = threading.Event(), threading.Event()
         self.gate.set()
@@ -81,6 +92,7 @@ class Rig:
 
     def next_child(self) -> EngineChild:
         self.child = self.start_child()
+        self.started.append(self.child)
         return self.child
 
     def fail(self, how: int) -> None:

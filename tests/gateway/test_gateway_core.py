@@ -47,6 +47,7 @@ from services.gateway.request.events import (
     Submitted,
     TokensReceived,
     WorkerLost,
+    WorkerReady,
     WorkerRefused,
     WorkerSilent,
 )
@@ -185,6 +186,7 @@ def test_tokens_over_max_tokens_are_not_delivered() -> None:
         WorkerSilent(2, P1, "gone"),
         PlaceRefused(2, RefusalReason.NO_WORKER, "", 0),
         WorkerLost(P2, "silent"),
+        WorkerReady(),
     ],
 )
 def test_what_does_not_concern_this_attempt_is_ignored(event: Event) -> None:
@@ -359,6 +361,15 @@ def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(eve
     assert now_ms - NOW >= 1000 * GatewayConfig().place_wait_s
 
 
+def test_what_waits_asks_again_as_a_worker_is_ready() -> None:
+    request = new()
+    request.handle(PlaceRefused(1, RefusalReason.NO_WORKER, "nobody", 1_000), NOW)
+    assert request.tick(NOW + 1) == []
+    assert request.handle(WorkerReady(), NOW + 2) == [] and request.wake_ms == NOW + 2
+    assert request.tick(NOW + 2) == [AskPlacement(1, ())]
+    assert request.handle(WorkerReady(), NOW + 3) == request.tick(NOW + 3) == [], "it asks already"
+
+
 def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None:
     request, now_ms = new(max_attempts=2), NOW
     actions = feed(request, placed(), failed(P1), placed(2, P2), refused(P2, RefusalReason.OVERLOADED, attempt=2))
@@ -445,6 +456,7 @@ def accidents() -> st.SearchStrategy[list[Event]]:
         st.builds(refused, worker, st.sampled_from([RefusalReason.OVERLOADED, RefusalReason.TOO_LONG]), attempt),
         st.builds(WorkerSilent, attempt, worker, st.just("no reply")),
         st.builds(WorkerLost, worker, st.just("silent")),
+        st.just(WorkerReady()),
         st.builds(PlaceRefused, attempt, st.just(RefusalReason.NO_WORKER), st.just(""), st.just(0)),
         st.builds(PlaceUnanswered, attempt, st.just("")),
         st.sampled_from([StopMatched(), ClientGone("bye"), GatewayStopping()]),

@@ -20,9 +20,10 @@ import sys
 from typing import Any
 
 from services.cli.app import run
-from services.engine import child
+from services.engine import child, process
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.loading import ENVIRONMENT
+from services.restarts import FIRST_WAIT_S, Restarts
 from services.worker import parts
 
 MODULES = (
@@ -185,6 +186,7 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
         os.dup2(fd, target)
         os.close(fd)
     parts.spawn_child = _fork_engine  # type: ignore[assignment]
+    process.Restarts = QuickRestarts
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     sys.argv = ["kvmesh", *arguments]
     code = 1
@@ -200,6 +202,14 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
         os._exit(code)
 
 
+class QuickRestarts(Restarts):
+    """Starts again soon, however often: what ends here was killed by us."""
+
+    def ended(self, started_s: float, now_s: float) -> float:
+        self.num_restarts += 1
+        return FIRST_WAIT_S
+
+
 class ForkedEngine:
     """A forked engine, with what a worker uses of `subprocess.Popen`."""
 
@@ -210,6 +220,11 @@ class ForkedEngine:
     def kill(self) -> None:
         if self._code is None:
             os.kill(self.pid, signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
 
     def wait(self) -> int:
         if self._code is None:

@@ -191,7 +191,7 @@ LOAD = WorkerLoad(
     num_tokens=70_000,
     num_dropped_messages=1,
     num_refused_reads=4,
-    engine=EngineLives(num_starts=3, num_deaths=2, ready_ms=1_900),
+    engine=EngineLives(num_starts=3, num_deaths=2, ready_ms=1_900, num_spares=1, spare_bytes=412 << 20),
 )
 TOKENS = (
     RequestTokens(

@@ -52,6 +52,7 @@ from services.gateway.request.events import (
     TokensReceived,
     WorkerAccepted,
     WorkerLost,
+    WorkerReady,
     WorkerRefused,
     WorkerSilent,
 )
@@ -147,6 +148,10 @@ class RequestCore:
                 return self._receive(event, now_ms) if self._concerns(event) else []
             case WorkerLost():
                 return self._lose_worker(event, now_ms)
+            case WorkerReady():
+                if self.phase is Phase.WAITING:
+                    self.wake_ms = now_ms
+                return []
             case StopMatched():
                 return self._end("a stop string was reached", Finish("stop"), AttemptEnd.COMPLETE)
             case DeadlinePassed():

@@ -129,6 +129,11 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker takes requests that took none before: what waits for a placement asks again."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopMatched:
     """The text reached a stop string: the client wants no more."""
 
@@ -153,7 +158,8 @@ class GatewayStopping:
 PlaceEvent = PlaceGranted | PlaceRefused | PlaceUnanswered
 AttemptEvent = PlaceEvent | WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered
 RequestEvent = Submitted | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
-Event = AttemptEvent | TokensReceived | WorkerLost | RequestEvent
+FleetEvent = WorkerLost | WorkerReady
+Event = AttemptEvent | TokensReceived | FleetEvent | RequestEvent
 
 
 # What the shell is asked to do.

@@ -70,6 +70,7 @@ class HolderMetrics:
         put(names.WAITING_TOKENS, waiting)
         put(names.ENGINE_STARTS, {(): load.engine.num_starts})
         put(names.ENGINE_DEATHS, {(): load.engine.num_deaths})
+        put(names.ENGINE_SPARES, {(): load.engine.num_spares})
         put(names.ENGINE_READY_SECONDS, {(): load.engine.ready_ms / 1000})
 
 

@@ -110,8 +110,7 @@ class FaultActor:
     def _kill(self, victims: Iterable[Child], *, engine: bool = False) -> None:
         for child in victims:
             if engine:
-                for pid in engines_of(child.process.pid):
-                    os.kill(pid, signal.SIGKILL)
+                signal_engine(child, signal.SIGKILL)
                 continue
             self.killed.append(child.name)
             child.kill()
@@ -125,7 +124,7 @@ class FaultActor:
                 self._kill(self._victims(fault, subject), engine=fault.do == "kill_engine")
             case "hang_engine":
                 for child in self._victims(fault, subject):
-                    await asyncio.gather(*(_stand_still(pid, fault.for_s) for pid in engines_of(child.process.pid)))
+                    await _stand_still(engine_of(child), fault.for_s)
             case "pause":
                 await self._pause(self._victims(fault, subject), fault.for_s)
             case "drain":
@@ -205,21 +204,34 @@ async def broker_stopped(supervisor: FaultSupervisor) -> AsyncGenerator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-async def _stand_still(pid: int, for_s: float) -> None:
+async def _stand_still(pid: int | None, for_s: float) -> None:
     """Stop a process for so long, or until somebody kills it."""
     until_s = time.monotonic() + for_s
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-        while time.monotonic() < until_s:
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+        while pid is not None and time.monotonic() < until_s:
             await asyncio.sleep(LOOK_S)
             os.kill(pid, 0)
-        os.kill(pid, signal.SIGCONT)
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
 
 
-def engines_of(pid: int) -> list[int]:
-    """Return the processes that this worker has started: its engine's, if there is one."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+def signal_engine(child: Child, number: int) -> None:
+    """Send a signal to a worker's engine, if there is one."""
+    if (pid := engine_of(child)) is not None:
+        os.kill(pid, number)
+
+
+def engine_of(child: Child) -> int | None:
+    """Return the process of a worker's engine, if there is one: spares are younger."""
+    tasks = Path(f"/proc/{child.process.pid}/task").glob("*/children")
+    return min((int(pid) for task in tasks for pid in task.read_text().split()), key=_started, default=None)
+
+
+def _started(pid: int) -> int:
+    """Return when a process was started, in ticks (proc_pid_stat(5), field 22)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def is_there(child: Child) -> bool:

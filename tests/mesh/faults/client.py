@@ -35,6 +35,7 @@ class Stream:
     request_id: str = ""
     workers: tuple[str, ...] = ()
     num_resumed_tokens: int = 0
+    num_cached_tokens: int = 0
     started_s: float = 0.0
     ended_s: float = 0.0
     event_times_s: list[float] = field(default_factory=list[float])
@@ -115,6 +116,7 @@ class Stream:
         if (usage := chunk.get("usage")) and (mesh := usage.get("kvmesh")):
             self.workers = (mesh["prefill_worker"], mesh["decode_worker"])
             self.num_resumed_tokens = mesh["resumed_tokens"]
+            self.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         self.num_tokens_changed.set()
 
     def _settle(self, is_done: bool) -> None:

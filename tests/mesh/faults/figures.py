@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,14 +17,15 @@ from rich.table import Table
 
 from services.bench.drive.meshes import model_folder
 from services.bench.drive.stats import percentile
+from services.launch.supervisor import UpOptions
 from services.sim.many import run_many, wall_clock
 from services.sim.scenario import FAULT_KINDS, load_scenario
 from services.sim.world import SimOptions
 from tests.bench.bench_proof import LENGTHS, TIMES, proved_and_not
 from tests.bench.side_by_side import compare, num_rounds
-from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_documents, make_truth
+from tests.mesh.faults import times
+from tests.mesh.faults.harness import OPTIONS, SCENARIOS, FaultMesh, Outcome, fault_mesh, make_documents, make_truth
 from tests.mesh.faults.kills import Killing
-from tests.mesh.faults.times import BROKER_PAUSES_S, PHASES, broker_pauses, cancel_to_free, death_to_free, pauses
 from tests.mesh.faults.truth import Truth
 from tests.mesh.zygote import Zygote
 from tests.plane.corruption import Corruption, measure
@@ -34,6 +34,11 @@ from tests.sim.documents import cut_documents
 FREE_AFTER_DEATH_S = 3.0
 FREE_AFTER_CANCEL_S = 0.25
 GO_ON_S = 0.5
+AWAY_S, SPARED_S, ALONE_S, TWICE_S = 0.3, 1.5, 0.5, 1.0
+"""What an engine's death may cost an answer: with another worker, with a spare, and, beside its start, alone: once, and
+twice, where the second start waits a little longer."""
+ALONE = dataclasses.replace(OPTIONS, num_prefill=0, num_decode=0, num_aggregated=1)
+SPARED = dataclasses.replace(ALONE, spare_engines=1)
 NO_MEMBER_LEFT = frozenset({"kill_gateway"})
 """Its own clients lose their answers: a connection cannot outlive its process."""
 
@@ -143,37 +148,87 @@ async def death(sizes: Sizes, begin: Begin) -> list[Row]:
     """Kill decode workers that are reading."""
     advance = begin("deaths of a reader", sizes.deaths)
     async with _mesh() as mesh:
-        times = await death_to_free(mesh, sizes.deaths, advance)
-    return [_times("decode's death to P's blocks free", times, FREE_AFTER_DEATH_S, f"{len(times)} deaths")]
+        waits = await times.death_to_free(mesh, sizes.deaths, advance)
+    return [_times("decode's death to P's blocks free", waits, FREE_AFTER_DEATH_S, f"{len(waits)} deaths")]
 
 
 async def pause(sizes: Sizes, begin: Begin) -> list[Row]:
     """Kill the decode worker of a running answer; its client measures."""
-    return await _pauses(sizes, begin, signal.SIGKILL, "longest gap in a stream whose decode worker dies")
+    return [await _pauses(sizes, begin, times.kill, "longest gap in a stream whose decode worker dies")]
 
 
 async def move(sizes: Sizes, begin: Begin) -> list[Row]:
     """Have the decode worker of a running answer leave; its client measures."""
-    return await _pauses(sizes, begin, signal.SIGTERM, "longest gap in a stream whose decode worker leaves")
+    return [await _pauses(sizes, begin, times.leave, "longest gap in a stream whose decode worker leaves")]
 
 
-async def _pauses(sizes: Sizes, begin: Begin, signal_number: int, figure: str) -> list[Row]:
-    advance = begin("answers interrupted", sizes.pauses)
-    async with _mesh() as mesh:
-        found = await pauses(mesh, sizes.pauses, advance, signal_number)
+async def kill_engine(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Kill the engine of a running answer, with another worker, alone, and alone with a spare; its client measures."""
+    figure, advance = (
+        "longest gap in a stream whose engine dies",
+        begin("engines' deaths with a full cache", sizes.deaths),
+    )
+    rows = [
+        await _pauses(sizes, begin, times.kill_engine, f"{figure}, another worker", limit_s=AWAY_S),
+        await _pauses(sizes, begin, times.kill_engine, f"{figure}, alone with a spare", SPARED, limit_s=SPARED_S),
+        await _pauses(sizes, begin, times.kill_engine, f"{figure}, alone", ALONE, limit_s=ALONE_S, starts=1),
+    ]
+    async with _mesh(options=ALONE) as mesh:
+        before, after = await times.cached_after_death(mesh, sizes.deaths, advance)
+    share, around = after / max(before, 1), f"{after} of {before} prompt tokens, {sizes.deaths} deaths"
+    kept = Row(
+        "served from the cache after an engine's death / before", f"{share:.2f} ({around})", ">= 0.95", share >= 0.95
+    )
+    return [*rows, kept]
+
+
+async def kill_engine_twice(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Kill the engine of a running answer and the next one as it is loaded, on the only worker that there is."""
+    figure = "longest gap in a stream whose engine dies twice, alone"
+    return [await _pauses(sizes, begin, times.kill_engine_twice, figure, ALONE, limit_s=TWICE_S, starts=2)]
+
+
+async def hang_engine(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Stop the engine's process of a running answer for good; another worker goes on."""
+    options, figure = dataclasses.replace(OPTIONS, step_timeout_s=1.0), "longest gap in a stream whose engine hangs"
+    figure = f"{figure}, with a step timeout of 1 s"
+    return [await _pauses(sizes, begin, times.hang_engine, figure, options, limit_s=1.0 + AWAY_S)]
+
+
+async def _pauses(
+    sizes: Sizes,
+    begin: Begin,
+    strike: times.Strike,
+    figure: str,
+    options: UpOptions = OPTIONS,
+    *,
+    limit_s: float | None = None,
+    starts: int = 0,
+) -> Row:
+    """`starts`: of an engine, which may come on top of `limit_s`."""
+    advance = begin(figure, sizes.pauses)
+    async with _mesh(options=options) as mesh:
+        found = await times.pauses(mesh, sizes.pauses, advance, strike)
     around = f"{len(found.struck_s)} times; any gap without it: {_p50_p99(found.quiet_s)}"
     if found.num_near_ties:
         around += f"; {found.num_near_ties} proven near-ties"
-    measured = f"{_p50_p99(found.struck_s)} ({around})"
-    return [Row(figure, measured, "the same tokens", not found.wrong, tuple(found.wrong))]
+    gaps, wanted = found.struck_s, "the same tokens"
+    if starts:
+        gaps = [gap - starts * ready for gap, ready in zip(gaps, found.ready_s, strict=True)]
+        around += f"; without the start of {starts} engine(s), {_p50_p99(found.ready_s)}: {_p50_p99(gaps)}"
+    is_met = not found.wrong
+    if limit_s is not None:
+        wanted += f", p99 <= {1e3 * limit_s:.0f} ms" + (f" and {starts} start(s)" if starts else "")
+        is_met = is_met and (percentile(gaps, 99) or 0.0) <= limit_s
+    return Row(figure, f"{_p50_p99(found.struck_s)} ({around})", wanted, is_met, tuple(found.wrong))
 
 
 async def broker_pause(sizes: Sizes, begin: Begin) -> list[Row]:
     """Stop the broker's process under load; the clients of what was under way measure."""
-    for_s = BROKER_PAUSES_S * sizes.broker_pauses
+    for_s = times.BROKER_PAUSES_S * sizes.broker_pauses
     advance = begin("pauses of the broker", len(for_s))
     async with _mesh() as mesh:
-        found = await broker_pauses(mesh, for_s, advance)
+        found = await times.broker_pauses(mesh, for_s, advance)
     around = f"{len(for_s)} pauses of {min(for_s):g} to {max(for_s):g} s, {found.num_answers} answers"
     if found.num_near_ties:
         around += f", {found.num_near_ties} proven near-ties"
@@ -186,13 +241,13 @@ async def broker_pause(sizes: Sizes, begin: Begin) -> list[Row]:
 
 async def cancel(sizes: Sizes, begin: Begin) -> list[Row]:
     """Hang up in every phase."""
-    advance = begin("cancels", sizes.cancels * len(PHASES))
+    advance = begin("cancels", sizes.cancels * len(times.PHASES))
     async with _mesh() as mesh:
-        by_phase = await cancel_to_free(mesh, sizes.cancels, advance)
-    times = [time for phase in by_phase.values() for time in phase]
-    around = f"{len(times)} cancels in {len(by_phase)} phases"
+        by_phase = await times.cancel_to_free(mesh, sizes.cancels, advance)
+    waits = [time for phase in by_phase.values() for time in phase]
+    around = f"{len(waits)} cancels in {len(by_phase)} phases"
     worst = tuple(f"{phase}: at most {1e3 * max(phase_times):.0f} ms" for phase, phase_times in by_phase.items())
-    return [_times("cancel to both sides free", times, FREE_AFTER_CANCEL_S, around, worst)]
+    return [_times("cancel to both sides free", waits, FREE_AFTER_CANCEL_S, around, worst)]
 
 
 async def corruption(sizes: Sizes, begin: Begin) -> list[Row]:
@@ -267,17 +322,18 @@ async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
 
 
 _FIGURES = (
-    scenarios, kills, documents, death, pause, move, broker_pause, cancel, corruption, simulate, bugs, cost,
+    scenarios, kills, documents, death, pause, move, kill_engine, kill_engine_twice, hang_engine,
+    broker_pause, cancel, corruption, simulate, bugs, cost,
 )  # fmt: skip
 FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {each.__name__: each for each in _FIGURES}
 
 
 @asynccontextmanager
-async def _mesh(truth: Truth | None = None) -> AsyncGenerator[FaultMesh]:
+async def _mesh(truth: Truth | None = None, options: UpOptions = OPTIONS) -> AsyncGenerator[FaultMesh]:
     zygote = Zygote()
     try:
         with tempfile.TemporaryDirectory(prefix="kvmesh-faults-") as folder:
-            async with fault_mesh(Path(folder), truth or make_truth(), zygote) as mesh:
+            async with fault_mesh(Path(folder), truth or make_truth(), zygote, options) as mesh:
                 yield mesh
     finally:
         await zygote.stop()
@@ -292,14 +348,14 @@ def _all_wrong(outcomes: list[Outcome]) -> list[str]:
     return [f"{o.name}: {wrong}" for o in outcomes for wrong in o.wrong]
 
 
-def _times(figure: str, times: list[float], limit_s: float, around: str, details: tuple[str, ...] = ()) -> Row:
-    is_met = (percentile(times, 99) or 0.0) <= limit_s
-    measured = f"{_p50_p99(times)} ({around})"
+def _times(figure: str, waits: list[float], limit_s: float, around: str, details: tuple[str, ...] = ()) -> Row:
+    is_met = (percentile(waits, 99) or 0.0) <= limit_s
+    measured = f"{_p50_p99(waits)} ({around})"
     return Row(figure, measured, f"p99 <= {1e3 * limit_s:.0f} ms", is_met, () if is_met else details)
 
 
-def _p50_p99(times: list[float]) -> str:
-    p50, p99 = percentile(times, 50), percentile(times, 99)
+def _p50_p99(waits: list[float]) -> str:
+    p50, p99 = percentile(waits, 50), percentile(waits, 99)
     assert p50 is not None and p99 is not None
     return f"p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms"
 

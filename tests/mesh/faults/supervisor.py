@@ -9,9 +9,8 @@ import msgspec
 
 from services.config import MeshConfig
 from services.launch.supervisor import UpOptions
-from services.restarts import FIRST_WAIT_S, Restarts
 from tests.mesh.forked import ForkedSupervisor
-from tests.mesh.zygote import Zygote
+from tests.mesh.zygote import QuickRestarts, Zygote
 
 REQUEST_TIMEOUT_S = 120.0
 """No fault costs so much; a document of 350 tokens beside seven others and other tests has taken 30 s."""
@@ -19,14 +18,6 @@ PROXY_HOST = "127.0.0.2"
 NUM_TENANTS = 2_000
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 """No fault sends these: whoever ends by one has crashed by itself."""
-
-
-class QuickRestarts(Restarts):
-    """Starts again soon, however often: what ends here was killed by us."""
-
-    def ended(self, started_s: float, now_s: float) -> float:
-        self.num_restarts += 1
-        return FIRST_WAIT_S
 
 
 class FaultSupervisor(ForkedSupervisor):

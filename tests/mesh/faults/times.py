@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from schemas.message import decode
+from schemas.observe import RequestPlaced
 from schemas.worker import WorkerLoad
 from services.launch.restart import Child
-from tests.mesh.faults.actor import broker_stopped
+from tests.mesh.faults.actor import broker_stopped, engine_of, signal_engine
 from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import FaultMesh, is_at_rest
@@ -108,15 +110,46 @@ class Pauses:
 
     struck_s: list[float] = field(default_factory=list[float])
     quiet_s: list[float] = field(default_factory=list[float])
+    ready_s: list[float] = field(default_factory=list[float])
+    """The longest that an engine of the mesh had taken to be ready by then."""
     num_near_ties: int = 0
     wrong: list[str] = field(default_factory=list[str])
 
 
-async def pauses(
-    mesh: FaultMesh, num_strikes: int, on_strike: Callable[[], None], signal_number: int = signal.SIGKILL
-) -> Pauses:
-    """Ask, and ask the same again with a signal to its decode worker halfway, so often: SIGKILL, or SIGTERM, upon which
-    it leaves. Each answer is alone in the mesh."""
+Strike = Callable[[Child], object]
+"""What befalls a worker in the middle of an answer."""
+
+
+def kill(worker: Child) -> None:
+    worker.process.send_signal(signal.SIGKILL)
+
+
+def leave(worker: Child) -> None:
+    worker.process.send_signal(signal.SIGTERM)
+
+
+def kill_engine(worker: Child) -> None:
+    signal_engine(worker, signal.SIGKILL)
+
+
+def hang_engine(worker: Child) -> None:
+    signal_engine(worker, signal.SIGSTOP)
+
+
+def kill_engine_twice(worker: Child) -> asyncio.Task[None]:
+    """Kill the next one as well, while it is loaded."""
+
+    async def follow() -> None:
+        await until(lambda: engine_of(worker) not in (None, first))
+        kill_engine(worker)
+
+    first = engine_of(worker)
+    kill_engine(worker)
+    return asyncio.create_task(follow())
+
+
+async def pauses(mesh: FaultMesh, num_strikes: int, on_strike: Callable[[], None], strike: Strike = kill) -> Pauses:
+    """Ask, and ask the same again and strike its decode worker halfway, so often. Each answer is alone in the mesh."""
     found = Pauses()
     ties = mesh.truth.num_near_ties
     for _ in range(num_strikes):
@@ -125,37 +158,73 @@ async def pauses(
         await asyncio.wait([mesh.start(quiet)])
         found.quiet_s += quiet.gaps_s()
         stream = mesh.new_stream(quiet.number)
-        struck_s = await struck_halfway(mesh, stream, signal_number)
+        struck_s = await struck_halfway(mesh, stream, strike)
         found.struck_s.append(max(stream.gaps_s(struck_s), default=0.0))
+        await mesh.settle()
+        found.ready_s.append(max(load.engine.ready_ms for load in mesh.worker_loads().values()) / 1000)
         for each in (quiet, stream):
             problem = each.error or each.problem or mesh.truth.problem(each, mesh.truth.answers[each.number])
             if problem or each.ending != "finished":
                 found.wrong.append(f"request {each.number} ({each.request_id}) {each.ending}: {problem}")
         if not stream.num_resumed_tokens:
-            found.wrong.append(f"request {stream.number} ({stream.request_id}): the signal did not interrupt it")
+            found.wrong.append(f"request {stream.number} ({stream.request_id}): it was not interrupted")
         on_strike()
     await mesh.settle()
     found.num_near_ties = mesh.truth.num_near_ties - ties
     return found
 
 
-async def struck_halfway(mesh: FaultMesh, stream: Stream, signal_number: int = signal.SIGKILL) -> float:
-    """Ask alone in the mesh, and send the decode worker a signal halfway. Return when."""
-    asking = mesh.start(stream)
-    await stream.until_tokens(stream.case.sampling.max_tokens // 2)
+async def struck_halfway(mesh: FaultMesh, stream: Stream, strike: Strike = kill) -> float:
+    """Ask alone in the mesh, and strike the worker that decodes halfway. Return when."""
+    placed: list[RequestPlaced] = []
 
-    def decoding() -> list[Child]:
-        loads = mesh.worker_loads()
-        children = [child for child in mesh.supervisor.children if child.role == "decode" and child.name in loads]
-        return [child for child in children if loads[child.name].num_running]
+    def hear(subject: str, payload: bytes, _heard_s: float) -> None:
+        if fnmatchcase(subject, "mesh.v1.request.*.placed"):
+            placed.append(decode(payload, RequestPlaced))
 
-    # A load may be behind: of who decodes now, and of who decoded the answer before.
-    await mesh.listener.until(lambda: len(decoding()) == 1, HEARD_WITHIN_S)
-    (victim,) = decoding()
+    mesh.listener.hearers.append(hear)
+    try:
+        asking = mesh.start(stream)
+        await stream.until_tokens(stream.case.sampling.max_tokens // 2)
+        await mesh.listener.until(lambda: bool(placed), HEARD_WITHIN_S)
+    finally:
+        mesh.listener.hearers.remove(hear)
+    name = placed[-1].decode_worker or placed[-1].prefill_worker
+    victim = next(child for child in mesh.supervisor.children if child.name == name)
     struck_s = time.monotonic()
-    victim.process.send_signal(signal_number)
+    struck = strike(victim)
     await asyncio.wait([asking])
+    if isinstance(struck, asyncio.Task):
+        await struck
     return struck_s
+
+
+async def cached_after_death(mesh: FaultMesh, num_deaths: int, on_death: Callable[[], None]) -> tuple[int, int]:
+    """Ask something twice, kill all engines, and ask once more, so often. Return how many tokens of the prompts were
+    served from the cache before and after."""
+    before = after = 0
+    for _ in range(num_deaths):
+        streams = [mesh.new_stream()]
+        streams += [Stream(streams[0].number, streams[0].case, streams[0].url, streams[0].tenant) for _ in range(2)]
+        for order, stream in enumerate(streams):
+            await mesh.settle()
+            if order == 2:
+                deaths = {name: load.engine.num_deaths for name, load in mesh.worker_loads().items()}
+                for child in mesh.supervisor.children:
+                    if child.name in deaths:
+                        kill_engine(child)
+                await mesh.listener.until(lambda had=deaths: _all_died(mesh, had), HEARD_WITHIN_S)
+                await mesh.settle()
+            await asyncio.wait([mesh.start(stream)])
+            if stream.ending != "finished":
+                raise AssertionError(stream.error or stream.ending)
+        before, after = before + streams[1].num_cached_tokens, after + streams[2].num_cached_tokens
+        on_death()
+    return before, after
+
+
+def _all_died(mesh: FaultMesh, had: dict[str, int]) -> bool:
+    return all(load.engine.num_deaths > had[name] for name, load in mesh.worker_loads().items())
 
 
 @dataclass

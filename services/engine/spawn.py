@@ -1,0 +1,211 @@
+"""Starts engines' processes, as their worker has them; some before they are needed, so that whose engine dies has the
+next one at once."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from dataplane.machine import own_bytes
+from services.config import child_environment
+from services.engine.border import (
+    BorderError,
+    Channel,
+    EngineReady,
+    EngineRefused,
+    LoadEngine,
+    StepTable,
+    ToWorker,
+    table_memory,
+)
+from services.engine.limits import CLOSE_LOOK_S, SPARE_LOOK_S
+from services.errors import UserError
+from services.restarts import Restarts
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[str, tuple[int, int, int]], "subprocess.Popen[bytes]"]
+
+
+def spawn_child(name: str, fds: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
+    """Start the process of the engine of this worker. `fds`: of its socket, of its table, of what wakes the worker."""
+    module = "services.engine.child"
+    arguments = [sys.executable, "-P", "-m", module, name, *map(str, fds), str(os.getpid())]
+    # What libraries print must not be taken for what the worker says.
+    return subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=child_environment(), close_fds=True
+    )
+
+
+class EngineChild:
+    """An engine's process, as its worker has it."""
+
+    def __init__(self, order: LoadEngine, name: str, spawn: Spawn) -> None:
+        """Start it, by a thread that stays: the child ends with the one that has started it."""
+        self.ready_ms = self.num_bytes = 0
+        """What it took to be ready, and the memory that it has of its own, once it is."""
+        self._said: EngineReady | None = None
+        self._started_s = time.monotonic()
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        num_layers = order.shape.layout.num_layers
+        table = table_memory(num_layers)
+        ours, theirs = socket.socketpair()
+        try:
+            self.table = StepTable(table, num_layers)
+            self.process = spawn(name, (theirs.fileno(), table, bell))
+        finally:
+            os.close(table)
+            theirs.close()
+        self.channel: Channel[ToWorker] = Channel(ours, bell, ToWorker)
+        self.channel.say(order)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def end_child(self) -> None:
+        """Kill it, and let go of the way to it."""
+        self.kill_process()
+        self.channel.close()
+
+    def kill_process(self) -> None:
+        """End it, and wait until it has: nothing of it writes any more. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+
+    def wait_ready(self) -> EngineReady:
+        """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended."""
+        if self._said is not None:
+            return self._said
+        try:
+            while True:
+                for message in self.channel.hear():
+                    if isinstance(message, EngineRefused):
+                        raise UserError(message.reason)
+                    assert isinstance(message, EngineReady), "it says nothing else first"
+                    self.ready_ms = round(1000 * (time.monotonic() - self._started_s))
+                    self.num_bytes = own_bytes(self.process.pid)
+                    self._said = message
+                    return message
+        except BaseException as error:
+            code = self.process.wait() if isinstance(error, EOFError) else None
+            self.end_child()
+            if code is not None:
+                raise UserError(f"the engine's process {ending(code)} while it loaded the model") from error
+            if isinstance(error, BorderError):
+                raise UserError(f"the engine's process says what makes no sense: {error}") from error
+            raise
+
+
+def ending(code: int) -> str:
+    """Say how a process has ended, for people."""
+    if code >= 0:
+        return f"ended with code {code}"
+    hint = ", as the kernel does where memory is short" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+class SpareEngines:
+    """Keeps `number` processes loaded, with nothing to do, by a thread of its own; none where `number` is 0. Each is
+    started only while `has_room` says that there is memory for one more."""
+
+    def __init__(self, start_child: Callable[[], EngineChild], number: int, has_room: Callable[[], bool]) -> None:
+        self._start_child = start_child
+        self._number = number
+        self._has_room = has_room
+        self._changed = threading.Condition()
+        """Of what follows."""
+        self._ready: list[EngineChild] = []
+        self._loading: EngineChild | None = None
+        self._is_closed = False
+        # Children end with the thread that started them, so it stays.
+        self._thread = threading.Thread(target=self._keep_ready, name="spares", daemon=True)
+
+    def keep_loaded(self) -> None:
+        """Begin to."""
+        if self._number:
+            self._thread.start()
+
+    def next_child(self) -> EngineChild:
+        """Return one that is loaded, or the one that is being loaded once it is; where there is neither, a new one."""
+        with self._changed:
+            while self._loading is not None and not self._ready:
+                self._changed.wait()
+            self._end_dead()
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.pop(0)
+        return self._start_child()
+
+    def count_loaded(self) -> tuple[int, int]:
+        """Return how many are loaded, and the bytes of memory that they have of their own."""
+        with self._changed:
+            return len(self._ready), sum(child.num_bytes for child in self._ready)
+
+    def close(self) -> None:
+        """End all. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while self._thread.is_alive():
+            if (loading := self._loading) is not None:
+                loading.kill_process()
+            self._thread.join(CLOSE_LOOK_S)
+        with self._changed:
+            for child in self._ready:
+                child.end_child()
+            self._ready.clear()
+
+    # On the thread.
+
+    def _keep_ready(self) -> None:
+        restarts, is_short = Restarts(), False
+        while self._is_wanted():
+            if not self._has_room():
+                if not is_short:
+                    log.warning("there is no memory for a spare engine; it is started once there is")
+                is_short = True
+                self._pause(SPARE_LOOK_S)
+                continue
+            is_short, started_s = False, time.monotonic()
+            if (error := self._load_one()) is not None:
+                log.error("a spare engine does not start: %s", error)
+                self._pause(restarts.ended(started_s, time.monotonic()))
+
+    def _is_wanted(self) -> bool:
+        """Wait until one is lacking. False: none is wanted any more."""
+        with self._changed:
+            while not self._is_closed and len(self._ready) >= self._number:
+                self._changed.wait(SPARE_LOOK_S)
+                self._end_dead()
+            return not self._is_closed
+
+    def _load_one(self) -> UserError | None:
+        child, error = self._start_child(), None
+        with self._changed:
+            self._loading = child
+        try:
+            child.wait_ready()
+        except UserError as failed:
+            error = failed
+        with self._changed:
+            self._loading = None
+            if error is None:
+                self._ready.append(child)
+            self._changed.notify_all()
+        return error
+
+    def _pause(self, for_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, for_s)
+
+    def _end_dead(self) -> None:
+        for child in [child for child in self._ready if child.has_ended]:
+            log.warning("a spare engine has ended; another one is started")
+            self._ready.remove(child)
+            child.end_child()
