@@ -7,13 +7,13 @@ what is compressed, go through a staging buffer.
 import time
 
 from dataplane import limits
+from dataplane.carriers.packing import FramePacking
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash, Hasher
-from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
-from dataplane.memory.frames import FrameRows, Memory, Rows, Staging, gather, packed_rows, scatter
-from dataplane.protocol.stream import Header, ProtocolError, TransferStats, encode_header
+from dataplane.memory.frames import FrameRows, Memory, Staging, packed_rows
+from dataplane.protocol.stream import Header, TransferStats, encode_header
 from dataplane.protocol.wire import Wire
 
 NAME = "tcp"
@@ -30,16 +30,15 @@ class TcpHolder:
 
     def __init__(self, source: Memory, extent: Extent, frame_hash: FrameHash) -> None:
         self._source = source
-        self._extent = extent
         self._hash = frame_hash
-        self._staging = Staging()
-        self._rows = Staging()
+        self._packing = FramePacking(extent)
         self._ciphertext = Staging()
 
     def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and
         KVNotFiniteError, before anything is sent."""
-        payload, data = self._encrypted(self._load(data, stats), data, stats)
+        packed = self._packing.pack(self._source.rows(data), data, stats)
+        payload, data = self._encrypted(packed, data, stats)
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data), *payload.pieces()], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
@@ -48,21 +47,6 @@ class TcpHolder:
     def close(self) -> None:
         """Give back what frames were staged in, where that is anybody's."""
         self._source.close()
-
-    def _load(self, data: Header, stats: TransferStats) -> FrameRows:
-        """Return the frame's bytes as they cross; the next call may void them. Raises KVNotFiniteError."""
-        rows, codec = self._source.rows(data), self._extent.codec
-        if codec is None and rows.is_contiguous:
-            return rows
-        started = time.perf_counter_ns()
-        payload = self._staging.borrow(data.length)
-        if codec is None:
-            gather(rows, payload)
-            stats.copy_ns += time.perf_counter_ns() - started
-        else:
-            self._pack(codec, data, rows, payload)
-            stats.codec_ns += time.perf_counter_ns() - started
-        return packed_rows(payload, data.length)
 
     def _encrypted(self, payload: FrameRows, data: Header, stats: TransferStats) -> tuple[FrameRows, Header]:
         """Return what crosses for these bytes, and its header: encrypted if that is wanted."""
@@ -74,16 +58,6 @@ class TcpHolder:
         stats.verify_ns += time.perf_counter_ns() - started
         return packed_rows(target, data.length), data._replace(tag=tag)
 
-    def _pack(self, codec: BlockCodec, data: Header, rows: FrameRows, payload: ByteArray) -> None:
-        parts = _parts_in_place(rows)
-        if parts is None:
-            staged = self._rows.borrow(self._extent.memory_bytes(data.num_layers, data.num_tokens))
-            gather(rows, staged)
-            parts = _parts(staged, data)
-        size = codec.wire_bytes(data.first_token, data.num_tokens)
-        for index, part in enumerate(parts):
-            codec.encode(part, data.first_token, payload[index * size : (index + 1) * size])
-
 
 class TcpReader:
     """Receives frames into the reader's arena."""
@@ -92,59 +66,22 @@ class TcpReader:
 
     def __init__(self, target: Memory, extent: Extent, frame_hash: FrameHash) -> None:
         self._target = target
-        self._extent = extent
         self._hash = frame_hash
-        self._staging = Staging()
-        self._rows = Staging()
+        self._packing = FramePacking(extent)
 
     def take_frame(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
         """Put the frame's bytes in place and return the digest of what came. Raises WireClosedError, WireTimeoutError,
         and ProtocolError when it cannot be unpacked."""
-        rows, codec = self._target.rows(data), self._extent.codec
-        hasher = self._hash.opening(data.sequence, data.tag)
-        if codec is None and rows.is_contiguous:
-            for target in rows.pieces():
-                _receive(wire, target, hasher, stats, deadline)
-            self._target.written(data)
-            return 0 if hasher is None else hasher.intdigest()
-        payload = self._staging.borrow(data.length)
-        _receive(wire, payload, hasher, stats, deadline)
-        started = time.perf_counter_ns()
-        if codec is None:
-            scatter(payload, rows)
-            stats.copy_ns += time.perf_counter_ns() - started
-        else:
-            self._unpack(codec, data, payload, rows)
-            stats.codec_ns += time.perf_counter_ns() - started
+        rows, hasher = self._target.rows(data), self._hash.opening(data.sequence, data.tag)
+        for target in self._packing.targets(rows, data):
+            _receive(wire, target, hasher, stats, deadline)
+        self._packing.unpack(rows, data, stats)
         self._target.written(data)
         return 0 if hasher is None else hasher.intdigest()
 
     def close(self) -> None:
         """Wait for what is still on its way into the memory, if anything is."""
         self._target.close()
-
-    def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray, rows: FrameRows) -> None:
-        parts = _parts_in_place(rows)
-        staged = self._rows.borrow(self._extent.memory_bytes(data.num_layers, data.num_tokens))
-        size = codec.wire_bytes(data.first_token, data.num_tokens)
-        for index, part in enumerate(_parts(staged, data) if parts is None else parts):
-            try:
-                codec.decode(payload[index * size : (index + 1) * size], data.first_token, part)
-            except KVNotFiniteError as error:
-                raise ProtocolError(f"frame {data.sequence}: {error}") from error
-        if parts is None:
-            scatter(staged, rows)
-
-
-def _parts_in_place(rows: FrameRows) -> list[Rows] | None:
-    """Return the frame's keys and values, layer by layer, or None: they do not lie in a piece each."""
-    is_whole = rows.is_contiguous and all(len(spans) == 1 for _, spans in rows.parts)
-    return rows.views() if is_whole else None
-
-
-def _parts(packed: ByteArray, data: Header) -> list[Rows]:
-    """Return the same of rows that follow each other."""
-    return list(packed.reshape(2 * data.num_layers, data.num_tokens, -1))
 
 
 def _receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:

@@ -32,13 +32,15 @@ log = logging.getLogger(__name__)
 Spawn = Callable[[str, tuple[int, int, int]], "subprocess.Popen[bytes]"]
 
 
-def spawn_child(name: str, fds: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
+def spawn_child(name: str, fds: tuple[int, int, int], *, num_threads: int) -> "subprocess.Popen[bytes]":
     """Start the process of the engine of this worker. `fds`: of its socket, of its table, of what wakes the worker."""
+    # OpenMP reads it as it is loaded, and vLLM lets nobody change it afterwards.
+    environment = child_environment() | {"OMP_NUM_THREADS": str(num_threads)}
     module = "services.engine.child"
     arguments = [sys.executable, "-P", "-m", module, name, *map(str, fds), str(os.getpid())]
     # What libraries print must not be taken for what the worker says.
     return subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=child_environment(), close_fds=True
+        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environment, close_fds=True
     )
 
 

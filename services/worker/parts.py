@@ -12,7 +12,7 @@ from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.carrier import KVArena
 from dataplane.carriers.host import HostArena
-from dataplane.machine import available_bytes
+from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
@@ -144,7 +144,8 @@ def _in_process(
 ) -> _Placed:
     settings = config.worker
     order = LoadEngine(checkpoint, shape, arena.name, arena.nonce, settings, config.engine)
-    start_child = partial(EngineChild, order, worker_id, spawn_child)
+    spawn = partial(spawn_child, num_threads=settings.num_threads or usable_cores())
+    start_child = partial(EngineChild, order, worker_id, spawn)
     child = start_child()
     told = child.wait_ready()
     check = partial(

@@ -55,7 +55,7 @@ from tests.bench.vllm_peers import (
     server,
     started,
 )
-from tests.bench.vllm_profile import decoded, group_pids, rows_of
+from tests.bench.vllm_profile import children_of, decoded, group_pids, rows_of
 from tests.bench.vllm_turns import TurnsPlan, measure_turns
 
 MIB = 1 << 20
@@ -159,7 +159,8 @@ async def measure_alone(sizes: Sizes, folder: Path) -> list[Row]:
 async def measure_token(sizes: Sizes, folder: Path) -> list[Row]:
     async with _worker_and_server(folder) as (ours, theirs), open_http() as http:
         clients = {name: await Client.open(http, url) for name, url in ((OURS, ours.url), (THEIRS, theirs.url))}
-        pids = {OURS: [child.process.pid for child in ours.children], THEIRS: group_pids(theirs.pid)}
+        services = [child.process.pid for child in ours.children]
+        pids = {OURS: [*services, *children_of(services)], THEIRS: group_pids(theirs.pid)}
         with progress("rounds of `token`", (sizes.token_rounds + 1) * len(clients)) as on_answer:
             found = await decoded(clients, pids, sizes.token_answer, sizes.token_rounds, SHAPE["vocab"], on_answer)
     return rows_of(found)

@@ -1,7 +1,7 @@
 """Where a decoded token's time goes: CPU time by thread and process of a mesh on vLLM and of vLLM's own server (Linux).
 
-vLLM's step is one thread on both sides. Beside it, in the same interpreter, a worker has its event loop, and a server
-little: it speaks HTTP in a process of its own.
+vLLM's step is one thread on both sides, in a process that does little else: a worker has its event loop in another one,
+and a server speaks HTTP in another one.
 """
 
 import asyncio
@@ -58,6 +58,12 @@ def group_pids(leader: int) -> list[int]:
     """Return the processes of a process group."""
     pids = [int(place.name) for place in Path("/proc").iterdir() if place.name.isdecimal()]
     return [pid for pid in pids if _group_of(pid) == leader]
+
+
+def children_of(pids: Sequence[int]) -> list[int]:
+    """Return the processes that these have started: workers' engines."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 async def decoded(

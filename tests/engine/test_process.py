@@ -459,11 +459,19 @@ def test_what_the_socket_does_not_take_waits_for_nobody_and_arrives_in_order(end
         one.say(message)
         other.say(message)
     heard: list[ToEngine] = []
-    thread = threading.Thread(target=lambda: heard.extend(hear(other, len(said))))
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        while not is_over.is_set():  # what it has to say goes out as it hears, and only then
+            heard.extend(other.hear(0.01))
+
+    thread = threading.Thread(target=go_on)
     thread.start()
     assert hear(one, len(said)) == said
-    while thread.is_alive():
+    while len(heard) < len(said):
         one.hear(0.01)
+    is_over.set()
+    thread.join()
     assert heard == said
 
 

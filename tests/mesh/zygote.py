@@ -232,7 +232,7 @@ class ForkedEngine:
         return self._code
 
 
-def _fork_engine(name: str, fds: tuple[int, int, int]) -> ForkedEngine:
+def _fork_engine(name: str, fds: tuple[int, int, int], *, num_threads: int) -> ForkedEngine:
     """Start the engine's process as `spawn_child` does, without what its imports would take."""
     worker = os.getpid()
     if (pid := os.fork()) == 0:
