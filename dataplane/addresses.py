@@ -60,3 +60,15 @@ def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def listen_near(address: str, backlog: int) -> socket.socket:
+    """Return a socket that listens on this address of the machine. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(address)
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,18 +1,29 @@
 """What the meshes of the tests believe each other by: one signer, whose word every holder takes."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from dataplane.blocks.ticket import TicketSecrets
 from schemas.kv import RequestLease
 from schemas.request import ReserveBlocks, RunPrefill
 from schemas.subjects import CarriesT, Subject
 from services.bus.typed import ReplyT, TypedBus
-from services.trust.credentials import TenantSigner, credentials_for
+from services.trust.credentials import HolderCredentials, TenantSigner
 
 SECRET = b"a secret of the tests"
 SEED = "a seed of the tests"
 SIGNER = TenantSigner(SEED)
+
+
+def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCredentials:
+    """Return the credentials of a holder that believes this signer."""
+    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public_key))
+    return HolderCredentials(secrets=TicketSecrets(secrets), content_secrets=TicketSecrets(secrets), tenant_key=key)
+
+
 CREDENTIALS = credentials_for([SECRET], SIGNER)
 
 ProvedT = TypeVar("ProvedT", bound=RunPrefill | ReserveBlocks | RequestLease)

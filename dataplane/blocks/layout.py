@@ -8,7 +8,7 @@ late, and may name a physical block again where an older one is not needed any m
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -180,6 +180,12 @@ class ArenaShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def offset(self, layer: int, key_or_value: int, slot: int) -> int:
         """Return the byte offset of a slot's keys (KEY) or values (VALUE)."""
         return self.first_bytes[layer][key_or_value] + slot * self.layout.token_bytes
+
+
+@lru_cache(maxsize=64)
+def shape_of(layout: KVLayout, num_blocks: tuple[int, ...]) -> ArenaShape:
+    """Return the shape of an arena of so many blocks: the same object for the same arena, which is asked for often."""
+    return ArenaShape(layout=layout, num_blocks=num_blocks)
 
 
 def uniform_shape(layout: KVLayout, num_blocks: int) -> ArenaShape:

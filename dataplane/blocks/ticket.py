@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -62,22 +63,15 @@ class TicketSecrets:
             raise ValueError(f"the ticket of {ticket.lease_id} would have {len(token)} characters")
         return token
 
-    def verify(self, token: str, now_ms: int) -> Ticket:
-        """Return the ticket in `token`. Raises TicketRefusedError for anything but a ticket of one of these secrets in
-        its time."""
-        self._secret_of(token)
-        try:
-            ticket = _decoder.decode(_decode(token.partition(".")[0]))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TicketRefusedError("malformed") from error
-        if ticket.expires_at_ms <= now_ms:
-            raise TicketRefusedError("expired")
-        return ticket
-
-    def key_of(self, token: str, use: bytes) -> bytes:
-        """Return 32 bytes that nobody knows without the secret that signed this ticket, others for each ticket and each
-        `use`. Raises TicketRefusedError when it was none of these secrets."""
-        return _mac(self._secret_of(token), b"\0".join((b"kvmesh key 1", token.encode("ascii"), use)))
+    def signed(self, token: str) -> "Signed":
+        """Return what this token proves. Raises TicketRefusedError when none of these secrets signed it."""
+        if len(token) > limits.MAX_TICKET_CHARS or not token.isascii():
+            raise TicketRefusedError("malformed")
+        body, _, mac = token.partition(".")
+        for secret in self._secrets:
+            if hmac.compare_digest(mac, _encode(_mac(secret, body.encode("ascii")))):  # as text: one spelling only
+                return Signed(token, secret)
+        raise TicketRefusedError("signature")
 
     def keys_for(self, use: bytes) -> list[bytes]:
         """Return 32 bytes for each secret, the one that signs first, others for each `use`."""
@@ -91,19 +85,32 @@ class TicketSecrets:
         """Say whether somebody who has one of these secrets made this `mac` of a message."""
         return any(hmac.compare_digest(mac, _mac(secret, message)) for secret in self._secrets)
 
-    def _secret_of(self, token: str) -> bytes:
-        """Return the secret that signed it. Raises TicketRefusedError."""
-        if len(token) > limits.MAX_TICKET_CHARS or not token.isascii():
-            raise TicketRefusedError("malformed")
-        body, _, mac = token.partition(".")
-        for secret in self._secrets:
-            if hmac.compare_digest(mac, _encode(_mac(secret, body.encode("ascii")))):  # as text: one spelling only
-                return secret
-        raise TicketRefusedError("signature")
+
+@dataclass(slots=True, frozen=True, repr=False)
+class Signed:
+    """A token, and the secret that signed it."""
+
+    token: str
+    secret: bytes
+
+    def ticket(self, now_ms: int) -> Ticket:
+        """Return the ticket. Raises TicketRefusedError when the token is none, or none any more."""
+        try:
+            ticket = _decoder.decode(_decode(self.token.partition(".")[0]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TicketRefusedError("malformed") from error
+        if ticket.expires_at_ms <= now_ms:
+            raise TicketRefusedError("expired")
+        return ticket
+
+    def key_of(self, opening: bytes) -> hmac.HMAC:
+        """Return the MAC of this ticket and of what was said first: the key of a stream, once the answer is added."""
+        said = b"\0".join((b"kvmesh key 1", self.token.encode("ascii"), hashlib.sha256(opening).digest()))
+        return hmac.new(self.secret, said, hashlib.sha256)
 
 
 def _mac(secret: bytes, message: bytes) -> bytes:
-    return hmac.new(secret, message, hashlib.sha256).digest()
+    return hmac.digest(secret, message, "sha256")
 
 
 def _encode(data: bytes) -> str:

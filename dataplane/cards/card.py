@@ -58,11 +58,11 @@ def rows_of(runs: SequenceRuns, frame: Frame) -> Rows:
     """Return where the frame's rows lie in an arena."""
     slots: dict[int, Int64s] = {}
     starts = [np.empty(0, np.int64)]
-    for part in runs.parts(frame):
-        if part.group not in slots:
-            spans = [np.arange(slot, slot + count) for slot, count in runs.slot_spans(part.group, frame)]
-            slots[part.group] = np.concatenate([np.empty(0, np.int64), *spans]) * runs.stride
-        starts.append((part.first_byte + slots[part.group]) // WORD_BYTES)
+    for first_byte, spans in runs.parts(frame):
+        if id(spans) not in slots:
+            ranges = [np.arange(slot, slot + count) for slot, count in spans]
+            slots[id(spans)] = np.concatenate([np.empty(0, np.int64), *ranges]) * runs.stride
+        starts.append((first_byte + slots[id(spans)]) // WORD_BYTES)
     return Rows(np.concatenate(starts), runs.row_bytes // WORD_BYTES)
 
 

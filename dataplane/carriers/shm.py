@@ -9,7 +9,7 @@ import time
 from msgspec.structs import replace
 
 from dataplane import limits
-from dataplane.blocks.layout import ArenaShape
+from dataplane.blocks.layout import ArenaShape, shape_of
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash
@@ -20,6 +20,12 @@ from dataplane.protocol.stream import Accepted, Header, ProtocolError, TransferS
 from dataplane.protocol.wire import Wire
 
 NAME = "shm"
+
+
+def address_of(arena_nonce: str, port: int) -> str:
+    """Return where a server is found by readers of its network namespace, beside this port: a socket of the machine
+    has a third of the round trip of one of the network (unix(7), the abstract namespace: it ends with its owner)."""
+    return f"\0kvmesh-{arena_nonce}-{port}"
 
 
 class SharedHolder:
@@ -81,7 +87,7 @@ def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent, arena_byt
     if len(accepted.num_blocks) != len(layout.groups) or not accepted.heads.holds(extent.heads):
         raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
     try:
-        holder_shape = ArenaShape(layout=layout, num_blocks=accepted.num_blocks)
+        holder_shape = shape_of(layout, accepted.num_blocks)
         if min(accepted.num_blocks) < 0 or holder_shape.arena_bytes > arena_bytes:  # before any table is looked at
             raise ProtocolError(f"the holder names {accepted.num_blocks} blocks in {arena_bytes} bytes")
         source = SequenceRuns(holder_shape, accepted.tables, extent.heads)

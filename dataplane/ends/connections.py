@@ -99,8 +99,19 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
     raise TransferFailedError(ReadEnd.CONNECT, f"{endpoint.host}:{endpoint.port}: {reason}")
 
 
-_HolderKey = tuple[str, int, str]
-"""Host, port and the arena's nonce: a holder that has started again is another one."""
+def connect_near(address: str) -> socket.socket | None:
+    """Return a socket that is connected to this address of the machine; None: nobody listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.connect(address)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+_HolderKey = tuple[str, str, int, str]
+"""Carrier, host, port and the arena's nonce: a holder that has started again is another one."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -171,5 +182,5 @@ class IdleConnections:
 def _key_of(carrier: str, endpoint: Endpoint) -> _HolderKey:
     """Return what the connections that serve this read have in common."""
     if carrier == loopback.NAME:
-        return ("", 0, endpoint.arena_nonce)
-    return (endpoint.host, endpoint.port, endpoint.arena_nonce)
+        return (carrier, "", 0, endpoint.arena_nonce)
+    return (carrier, endpoint.host, endpoint.port, endpoint.arena_nonce)

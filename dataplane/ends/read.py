@@ -8,6 +8,7 @@ lease still held after the bytes had left. Only then do its tokens count (`Landi
 """
 
 import contextlib
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from dataplane.protocol.stream import (
     Names,
     Open,
     ProtocolError,
-    Seal,
     StreamFailed,
     StreamRefused,
     TransferFailedError,
@@ -137,6 +137,7 @@ class Read:
         opening_frame = encode_frame(Kind.OPEN, opening)
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
             wire.send([opening_frame], self.deadline - time.monotonic())
+        key = self._key_of(opening_frame[HEADER_BYTES:])  # while the holder looks for it
         try:
             header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
         except WireClosedError as error:
@@ -149,7 +150,13 @@ class Read:
                 raise CarrierBrokenError(carrier, refused.detail)
             raise TransferFailedError(ReadEnd(refused.code), refused.detail)
         accepted = decode_body(body, Accepted)
-        seal = self._verified_seal(opening_frame[HEADER_BYTES:], accepted.nonce, header, body)
+        if key is None:
+            raise TransferFailedError(
+                ReadEnd.TICKET, "no ticket secret of this reader's signed it: are all holders' ticket_secrets the same?"
+            )
+        seal = seal_of(key, accepted.nonce)
+        if not is_proved(header.tag, seal.of_body(header, body)):
+            raise TransferFailedError(ReadEnd.DIGEST, "the holder's answer is not proved")
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
         self.stats.accepted_ns = time.monotonic_ns()
@@ -160,17 +167,10 @@ class Read:
         self._landing = Landing(self.extent, seal, is_encrypted=frame_hash.encrypts)
         return accepted, frame_hash
 
-    def _verified_seal(self, opening: bytes, nonce: str, header: Header, body: bytes) -> Seal:
-        """Return the seal of the stream, which the holder's answer has proved to know. Raises TransferFailedError."""
-        try:
-            seal = seal_of(self._secrets, self.request.ticket, opening, nonce)
-        except TicketRefusedError as error:
-            raise TransferFailedError(
-                ReadEnd.TICKET, "no ticket secret of this reader's signed it: are all holders' ticket_secrets the same?"
-            ) from error
-        if not is_proved(header.tag, seal.of_body(header, body)):
-            raise TransferFailedError(ReadEnd.DIGEST, "the holder's answer is not proved")
-        return seal
+    def _key_of(self, opening: bytes) -> hmac.HMAC | None:
+        """Return what makes the seal of the stream; None: this reader has not the secret that signed the ticket."""
+        with contextlib.suppress(TicketRefusedError):
+            return self._secrets.signed(self.request.ticket).key_of(opening)
 
     def take_frames(self, wire: Wire, end: ReaderEnd) -> Landed:
         """Take frames until the end. Raises whatever ends it early."""

@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
-from dataplane.carriers import loopback, tcp
+from dataplane.carriers import loopback, shm
 from dataplane.carriers.carrier import CarrierBrokenError, KVArena, MemoryFailedError, ReaderEnd
 from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
-from dataplane.ends.connections import Cancellation, IdleConnections, connect_tcp
+from dataplane.ends.connections import Cancellation, IdleConnections, connect_near, connect_tcp
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import ArenaMissingError
 from dataplane.memory.checksum import FrameHash
@@ -166,7 +166,6 @@ class PlaneReader:
     def _read_on(self, wire: Wire, carrier: str, names: Names | None, run: Read, target: SequenceRuns) -> Landed:
         """Read on this connection; it is kept if the stream ends well. Raises NotAnsweredError, and what ends it."""
         landed, endpoint, layout = None, run.request.endpoint, self._shape.layout
-        wire.reads_ahead = carrier != tcp.NAME
         self._begin(wire)
         try:
             run.cancellation.watch(wire)
@@ -179,7 +178,7 @@ class PlaneReader:
             return landed
         finally:
             run.cancellation.unwatch(wire)
-            if landed is not None and wire.is_silent:
+            if landed is not None:
                 self._idle.keep_idle(carrier, endpoint, wire)
             else:
                 wire.close()
@@ -203,7 +202,9 @@ class PlaneReader:
 
     def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:
         if carrier != loopback.NAME:
-            return SocketWire(connect_tcp(endpoint, timeout_s, cancellation))
+            # Beside a holder in another container there may be its memory, and yet no such socket.
+            near = connect_near(shm.address_of(endpoint.arena_nonce, endpoint.port)) if carrier == shm.NAME else None
+            return SocketWire(near or connect_tcp(endpoint, timeout_s, cancellation))
         server = loopback.find(endpoint.arena_nonce)
         if server is None:
             raise ConnectionRefusedError("the holder has closed")

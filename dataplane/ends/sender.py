@@ -149,7 +149,8 @@ class HolderStream:
         context = self._context
         if wanted.version != VERSION:
             raise _RefusedError(RefusalCode.VERSION, f"this holder speaks version {VERSION}")
-        ticket = context.secrets.verify(wanted.ticket, time.monotonic_ns() // 1_000_000)
+        signed = context.secrets.signed(wanted.ticket)
+        ticket = signed.ticket(time.monotonic_ns() // 1_000_000)
         self.is_opened = True  # from here on nobody else's need makes room of it
         if wanted.fingerprint != context.shape.layout.fingerprint:
             raise _RefusedError(RefusalCode.FINGERPRINT, f"this holder's KV is {context.shape.layout.fingerprint}")
@@ -158,7 +159,7 @@ class HolderStream:
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
         nonce = new_nonce()
-        seal = seal_of(context.secrets, wanted.ticket, opening, nonce)
+        seal = seal_of(signed.key_of(opening), nonce)
         lease = context.gate.open(ticket)
         source, extent = self._in_range(wanted, lease.kv)
         frame_hash = FrameHash(self._digest_kind(wanted), seal.frame_key)
@@ -246,31 +247,31 @@ class _Service:
         self._proof = proof
         self._end = end
         self._planner = FramePlanner(extent, end.frame_bytes)
-        self._uncommitted: deque[tuple[Header, int]] = deque()
-        """Frames that were sent, with their digests."""
+        self._uncommitted: deque[tuple[int, bytes]] = deque()
+        """Frames that were sent, by number, each with its Commit, which goes out if the lease is good then."""
         self._num_acked = 0
         self._unsent = b""
         """What goes out with the next frame, or before the next wait."""
 
     def serve_frames(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
-        with self._wire.waker() as waker:
-            self._kv.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
-            try:
-                self._accept()
-                self._send_all(waker)
-            except _EndedError as end:
-                if end.reader_waits:
-                    self._send_fail(end)
-                return end.reason
-            except MemoryFailedError as error:
-                self._send_fail(_EndedError(str(error), reader_waits=True, code=FailCode.MEMORY))
-                return str(error)
-            except (WireClosedError, WireTimeoutError, ProtocolError) as error:
-                return f"the reader has gone: {error}"
-            finally:
-                self._kv.progress.unsubscribe(waker.wake)
-                self._end.close()
+        waker = self._wire.waker()
+        self._kv.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
+        try:
+            self._accept()
+            self._send_all(waker)
+        except _EndedError as end:
+            if end.reader_waits:
+                self._send_fail(end)
+            return end.reason
+        except MemoryFailedError as error:
+            self._send_fail(_EndedError(str(error), reader_waits=True, code=FailCode.MEMORY))
+            return str(error)
+        except (WireClosedError, WireTimeoutError, ProtocolError) as error:
+            return f"the reader has gone: {error}"
+        finally:
+            self._kv.progress.unsubscribe(waker.wake)
+            self._end.close()
         self.stats.landed_ns = time.monotonic_ns()
         return ""
 
@@ -338,7 +339,8 @@ class _Service:
         stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length
         stats.last_byte_ns = time.monotonic_ns()
-        self._uncommitted.append((data, digest))
+        commit = Header(Kind.COMMIT, data.sequence, tag=self._proof.seal.of_frame(data, digest))
+        self._uncommitted.append((data.sequence, encode_header(commit)))
 
     def _wait_written(self, mark: int) -> None:
         """Wait until the card has written what the engine has told of."""
@@ -360,14 +362,12 @@ class _Service:
     def _commit(self) -> None:
         """Commit the frames that have left this memory, if the lease is good *now*."""
         num_gone = self._num_acked if self._end.needs_ack else self.stats.num_frames
-        if not self._uncommitted or self._uncommitted[0][0].sequence > num_gone:
+        if not self._uncommitted or self._uncommitted[0][0] > num_gone:
             return
         if not self.lease.still_valid():
             raise _EndedError(self._kv.progress.ready().failure or "the lease has ended", reader_waits=True)
-        while self._uncommitted and self._uncommitted[0][0].sequence <= num_gone:
-            data, digest = self._uncommitted.popleft()
-            commit = Header(Kind.COMMIT, data.sequence, tag=self._proof.seal.of_frame(data, digest))
-            self._unsent += encode_header(commit)
+        while self._uncommitted and self._uncommitted[0][0] <= num_gone:
+            self._unsent += self._uncommitted.popleft()[1]
 
     def _flush(self) -> None:
         if self._unsent:

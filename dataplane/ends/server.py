@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane import limits
-from dataplane.addresses import listen
+from dataplane.addresses import listen, listen_near
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
@@ -96,9 +96,9 @@ class PlaneServer:
         self._lock = threading.Lock()
         self._streams: list[_Live] = []
         self._closing = False
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._port = 0
-        self._acceptor: Thread | None = None
+        self._acceptors: list[Thread] = []
         self._logged_at: dict[str, float] = {}
 
     @property
@@ -121,7 +121,7 @@ class PlaneServer:
 
     def serve_streams(self) -> None:
         """Listen and serve. Raises OSError when the address cannot be bound."""
-        assert self._acceptor is None and not self._closing, "a server is started once"
+        assert not self._acceptors and not self._closing, "a server is started once"
         self._listen()
 
     def connect_locally(self) -> Wire:
@@ -148,26 +148,30 @@ class PlaneServer:
 
     def _listen(self) -> None:
         if set(self.options.carriers) - {loopback.NAME}:
-            listener = self._listener = listen(self.options.host, self.options.port, limits.BACKLOG)
-            self._port = listener.getsockname()[1]
-            self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
-            self._acceptor.start()
+            self._listeners = [listen(self.options.host, self.options.port, limits.BACKLOG)]
+            self._port = self._listeners[0].getsockname()[1]
+            if shm.NAME in self.options.carriers:
+                self._listeners.append(listen_near(shm.address_of(self.arena.nonce, self._port), limits.BACKLOG))
+        for listener in self._listeners:
+            acceptor = self._new_thread(lambda listener=listener: self._accept(listener), "kv-accept")
+            self._acceptors.append(acceptor)
+            acceptor.start()
         loopback.register(self)
 
     def _stop_listening(self) -> None:
         loopback.unregister(self)
-        if self._listener is not None:
+        for listener in self._listeners:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-        if self._acceptor is not None:
-            self._acceptor.join()
-        if self._listener is not None:
-            self._listener.close()
+                listener.shutdown(socket.SHUT_RDWR)
+        for acceptor in self._acceptors:
+            acceptor.join()
+        for listener in self._listeners:
+            listener.close()
 
     def _pair(self) -> tuple[Wire, Wire]:
         """Return the holder's and the reader's end of a new wire."""
         ours, theirs = socket.socketpair()
-        return SocketWire(ours, reads_ahead=True), SocketWire(theirs)
+        return SocketWire(ours), SocketWire(theirs)
 
     def _new_thread(self, run: Callable[[], None], name: str) -> Thread:
         return threading.Thread(target=run, name=name, daemon=True)
@@ -184,7 +188,8 @@ class PlaneServer:
                     limits.ACCEPT_PAUSE_S
                 )  # out of descriptors: a moment for streams to end; connections wait in the backlog
                 continue
-            self._admit(SocketWire(sock, reads_ahead=True), address[0])
+            peer = address[0] if sock.family != socket.AF_UNIX else "this host"
+            self._admit(SocketWire(sock), peer)
 
     def _admit(self, wire: Wire, peer: str) -> bool:
         """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""

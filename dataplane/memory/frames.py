@@ -19,7 +19,7 @@ from dataplane.blocks.layout import SlotSpan
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import Hasher
 from dataplane.memory.extent import Frame
-from dataplane.memory.rows import Int64s, SequenceRuns
+from dataplane.memory.rows import Int64s, Part, SequenceRuns
 
 PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
@@ -38,11 +38,10 @@ class CopyTimes(Protocol):
 
 
 class FrameRows(NamedTuple):
-    """A frame's rows in host memory. `parts`: of the keys or the values of one layer where the row of slot 0 begins,
-    and in which slots they lie, one object for all parts of which it is the same. `stride`: from a row to the next."""
+    """A frame's rows in host memory. `stride`: from a row to the next."""
 
     array: ByteArray
-    parts: list[tuple[int, list[SlotSpan]]]
+    parts: list[Part]
     row_bytes: int
     stride: int
 
@@ -118,9 +117,7 @@ class SequenceMemory:
 
     def rows(self, frame: Frame) -> FrameRows:
         """Return where the frame's bytes are."""
-        runs = self.runs
-        parts = [(part.first_byte, runs.slot_spans(part.group, frame)) for part in runs.parts(frame)]
-        return FrameRows(self.array, parts, runs.row_bytes, runs.stride)
+        return FrameRows(self.array, self.runs.parts(frame), self.runs.row_bytes, self.runs.stride)
 
     def written(self, frame: Frame) -> None:
         """It is where it belongs."""

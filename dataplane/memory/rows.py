@@ -5,9 +5,6 @@ keys of its tokens and then their values, in the order of the tokens: the same o
 into segments and shards. `frames.py` makes views of host memory from it.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
@@ -24,12 +21,9 @@ from dataplane.memory.extent import Extent, Frame, HeadRange, first_kept_block, 
 Int64s = npt.NDArray[np.int64]
 
 
-class Part(NamedTuple):
-    """The keys or the values of one layer of a frame. `first_byte`: where the row of slot 0 begins in the arena.
-    `group`: the layer's cache group; parts of one group have the same spans."""
-
-    first_byte: int
-    group: int
+Part = tuple[int, list[SlotSpan]]
+"""The keys or the values of one layer of a frame: where the row of slot 0 begins in the arena, in bytes, and in which
+slots they lie, one object for all parts of which it is the same."""
 
 
 class SequenceRuns:
@@ -66,14 +60,16 @@ class SequenceRuns:
                 return False
         return True
 
-    def parts(self, frame: Frame) -> Iterator[Part]:
-        """Yield the frame's parts: layer by layer, keys and values apart."""
+    def parts(self, frame: Frame) -> list[Part]:
+        """Return the frame's parts: layer by layer, keys and values apart."""
+        parts: list[Part] = []
         for layer in range(frame.layer, frame.layer + frame.num_layers):
-            group = self.shape.layout.group_of_layer[layer]
+            spans = self._spans(self.shape.layout.group_of_layer[layer], frame)
             for first_byte in self.shape.first_bytes[layer]:
-                yield Part(first_byte + self.row_offset, group)
+                parts.append((first_byte + self.row_offset, spans))
+        return parts
 
-    def slot_spans(self, group: int, frame: Frame) -> list[SlotSpan]:
+    def _spans(self, group: int, frame: Frame) -> list[SlotSpan]:
         """Return where a cache group's tokens of the frame lie; the same object for frames of the same tokens."""
         first_token, num_tokens, spans = self._slot_spans.get(group, (0, -1, []))
         if (first_token, num_tokens) != (frame.first_token, frame.num_tokens):

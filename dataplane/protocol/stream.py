@@ -32,7 +32,6 @@ import msgspec
 
 from dataplane import limits
 from dataplane.blocks.layout import BlockTables
-from dataplane.blocks.ticket import TicketSecrets
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
@@ -63,6 +62,7 @@ class Kind(enum.IntEnum):
     FAIL = 8
 
 
+_KINDS = {int(kind): kind for kind in Kind}
 _MAX_BODY = {
     Kind.OPEN: limits.MAX_CONTROL_BYTES,
     Kind.ACCEPTED: limits.MAX_ACCEPTED_BYTES,
@@ -109,6 +109,7 @@ class Seal:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
+        self._mac = hashlib.blake2b(digest_size=TAG_BYTES, key=key, person=b"kvmesh tag")
 
     def of_frame(self, data: Header, digest: int) -> int:
         """Return the tag of a frame's Commit."""
@@ -119,8 +120,8 @@ class Seal:
         return self._tag(header, body)
 
     def _tag(self, header: Header, what: bytes) -> int:
-        said = encode_header(header._replace(tag=0)) + what
-        mac = hashlib.blake2b(said, digest_size=TAG_BYTES, key=self._key, person=b"kvmesh tag")
+        mac = self._mac.copy()
+        mac.update(encode_header(header, tag=0) + what)
         return int.from_bytes(mac.digest(), "little")
 
     @property
@@ -139,10 +140,10 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def seal_of(ticket_secrets: TicketSecrets, ticket: str, opening: bytes, nonce: str) -> Seal:
-    """Return the seal of the stream that this Open, as it crossed, began, and that Accepted answered with this `nonce`.
-    Raises TicketRefusedError when none of these secrets signed the ticket."""
-    return Seal(ticket_secrets.key_of(ticket, hashlib.sha256(opening).digest() + nonce.encode()))
+def seal_of(key: hmac.HMAC, nonce: str) -> Seal:
+    """Return the seal of the stream whose Open gave this key (`Signed.key_of`) and whose Accepted has this `nonce`."""
+    key.update(nonce.encode())
+    return Seal(key.digest())
 
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -242,10 +243,10 @@ class TransferStats:
     reason: str = ""
 
 
-def encode_header(header: Header) -> bytes:
-    """Return the header's bytes."""
-    *fields, tag = header
-    said = _HEADER.pack(_MAGIC, VERSION, *fields, tag.to_bytes(TAG_BYTES, "little"))
+def encode_header(header: Header, tag: int | None = None) -> bytes:
+    """Return the header's bytes; with this `tag`, where one is given."""
+    *fields, own_tag = header
+    said = _HEADER.pack(_MAGIC, VERSION, *fields, (own_tag if tag is None else tag).to_bytes(TAG_BYTES, "little"))
     return said + _CHECKSUM.pack(zlib.crc32(said))
 
 
@@ -254,9 +255,7 @@ def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = N
     text = body if isinstance(body, bytes) else msgspec.json.encode(body)
     assert len(text) <= _MAX_BODY[kind], f"{kind.name} of {len(text)} bytes"
     header = Header(kind, length=len(text))
-    if seal is not None:
-        header = header._replace(tag=seal.of_body(header, text))
-    return encode_header(header) + text
+    return encode_header(header, None if seal is None else seal.of_body(header, text)) + text
 
 
 def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
@@ -268,7 +267,7 @@ def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Heade
         raise ProtocolError("a header was damaged on its way")
     if kind not in allowed:
         raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
-    header = Header(Kind(kind), *fields, tag=int.from_bytes(tag, "little"))
+    header = Header(_KINDS[kind], *fields, tag=int.from_bytes(tag, "little"))
     if header.length > _MAX_BODY[kind]:
         raise ProtocolError(f"{header.kind.name} of {header.length} bytes")
     return header

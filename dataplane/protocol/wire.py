@@ -5,9 +5,10 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from dataplane import limits
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
@@ -16,6 +17,11 @@ _TIMEVAL = struct.Struct("@ll")
 _MAX_BUFFERS = 512
 """Below the kernel's limit for one sendmsg."""
 _READ_AHEAD_BYTES = 4096
+_THERE_NS = 10_000
+"""What is received within this time was there already: it says nothing of how quickly the peer answers."""
+_PROMPT_NS = 150_000
+"""A peer that answered within this time is watched for so long the next time, awake: on a core that has gone to sleep
+both its answer and what is done with it take twice as long."""
 
 
 class WireClosedError(Exception):
@@ -34,10 +40,7 @@ class Thread(Protocol):
 
 
 class Waker(Protocol):
-    """Lets one thread wait for its wire and for a call of `wake` at once. Use it only inside `with`."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
+    """Lets the thread of a wire wait for it and for a call of `wake` at once."""
 
     def wake(self) -> None:
         """From any thread, but never from two at once."""
@@ -54,9 +57,6 @@ class Waker(Protocol):
 
 class Wire(Protocol):
     """One connected stream. One thread uses it; any thread may `cut` it. Deadlines are `time.monotonic()` seconds."""
-
-    reads_ahead: bool
-    """Receives whatever is there together with a header: only where no payload follows headers on this wire."""
 
     def receive_header(self, deadline: float, *allowed: Kind) -> Header:
         """Return the next header. Raises WireClosedError, WireTimeoutError, ProtocolError."""
@@ -101,7 +101,7 @@ class Wire(Protocol):
         ...
 
     def waker(self) -> Waker:
-        """Return what waits for this wire and for another thread."""
+        """Return what waits for this wire and for another thread, for one stream and until the wire is closed."""
         ...
 
     def cut(self) -> None:
@@ -113,16 +113,20 @@ class Wire(Protocol):
 
 class SocketWire:
     """A stream socket. It stays in blocking mode, its timeouts are the kernel's: no system call is spent on asking
-    whether there is something to read."""
+    whether there is something to read. With a header comes what is there behind it."""
 
-    def __init__(self, sock: socket.socket, *, reads_ahead: bool = False) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._cut = False
         self._unread = bytearray()
+        """What came with the last header, behind it."""
+        self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._timeouts_s = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
-        self.reads_ahead = reads_ahead
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._waker: _SocketWaker | None = None
+        self._is_prompt = False
+        """The peer's last answer came at once."""
         sock.settimeout(None)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -137,23 +141,37 @@ class SocketWire:
         unread = self._unread
         while len(unread) < num_bytes:
             missing = num_bytes - len(unread)
-            chunk = bytearray(max(missing, _READ_AHEAD_BYTES) if self.reads_ahead else missing)
-            unread += memoryview(chunk)[: self.receive_into(chunk, deadline)]
+            chunk = self._ahead if missing <= _READ_AHEAD_BYTES else memoryview(bytearray(missing))
+            unread += chunk[: self._receive_some(chunk, deadline)]
         taken = unread[:num_bytes]
         del unread[:num_bytes]
         return taken
 
     def receive_into(self, view: Any, deadline: float) -> int:
+        if not self._unread:
+            return self._receive_some(view, deadline)
+        taken = self._unread[: len(view)]
+        view[: len(taken)] = taken
+        del self._unread[: len(taken)]
+        return len(taken)
+
+    def _receive_some(self, view: Any, deadline: float) -> int:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise WireTimeoutError("the deadline has passed")
         self._set_timeout(socket.SO_RCVTIMEO, remaining)
+        started = time.perf_counter_ns()
+        if self._is_prompt:
+            _watch(self._poll, started)
         try:
             received = self._sock.recv_into(view)
         except BlockingIOError as error:
             raise WireTimeoutError(f"nothing came for {remaining:.1f} s") from error
         except OSError as error:
             raise WireClosedError(error.strerror or str(error)) from error
+        waited_ns = time.perf_counter_ns() - started
+        if waited_ns > _THERE_NS:
+            self._is_prompt = waited_ns < _PROMPT_NS
         if not received:
             raise WireClosedError("cut" if self._cut else "closed by the peer")
         return received
@@ -198,7 +216,8 @@ class SocketWire:
                 self.receive_into(bytearray(_READ_AHEAD_BYTES), deadline)
 
     def waker(self) -> Waker:
-        return _SocketWaker(self._sock)
+        self._waker = self._waker or _SocketWaker(self._sock)
+        return self._waker
 
     def cut(self) -> None:
         self._cut = True
@@ -207,6 +226,9 @@ class SocketWire:
 
     def close(self) -> None:
         self._sock.close()
+        waker, self._waker = self._waker, None
+        if waker is not None:
+            waker.close()
 
     def _send_some(self, views: list[memoryview]) -> None:
         while views:
@@ -225,18 +247,30 @@ class SocketWire:
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
 
 
+_watching = threading.Lock()
+"""Held by the one thread of this process that watches."""
+
+
+def _watch(poll: select.poll, started_ns: int) -> None:
+    """Return once something can be read, or it does not come at once."""
+    if _watching.acquire(blocking=False):
+        try:
+            while not poll.poll(0) and time.perf_counter_ns() - started_ns < _PROMPT_NS:
+                os.sched_yield()
+        finally:
+            _watching.release()
+
+
 class _SocketWaker:
     def __init__(self, sock: socket.socket) -> None:
+        self._is_prompt = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._set = False
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         self._poll.register(sock, select.POLLIN)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         os.close(self._fd)
 
     def wake(self) -> None:
@@ -251,4 +285,9 @@ class _SocketWaker:
             self._set = False
 
     def wait_readable(self, timeout_s: float) -> bool:
-        return bool(self._poll.poll(timeout_s * 1000))
+        started = time.perf_counter_ns()
+        if self._is_prompt:
+            _watch(self._poll, started)
+        is_readable = bool(self._poll.poll(timeout_s * 1000))
+        self._is_prompt = time.perf_counter_ns() - started < _PROMPT_NS
+        return is_readable

@@ -1,11 +1,10 @@
-"""What lies behind the store's memory: the protocol that a folder and a server speak, and a tier that is a dict.
+"""What lies behind the store's memory: the protocol that a folder and a server speak.
 
 A tier knows values by their keys and nothing of bounds or recency; the core does. Its methods block: they are
 called on threads of their own, one `write` or `delete` at a time, any number of `read`s.
 """
 
 import hashlib
-import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NewType, Protocol
 
@@ -84,43 +83,3 @@ class BackTier(Protocol):
     def close(self) -> None:
         """Let go of files and connections. Idempotent."""
         ...
-
-
-class DictTier:
-    """A back tier that lies in this process and ends with it: for tests."""
-
-    name: Tier = "disk"
-
-    def __init__(self) -> None:
-        self.values: dict[StoreKey, bytes] = {}
-        self._lock = threading.Lock()
-
-    def scan(self) -> list[Entry]:
-        with self._lock:
-            return [Entry(key, len(value)) for key, value in self.values.items()]
-
-    def write(self, values: Mapping[StoreKey, Value]) -> None:
-        with self._lock:
-            for key, value in values.items():
-                self.values.pop(key, None)
-                self.values[key] = bytes(value)
-
-    def read(self, keys: Sequence[StoreKey]) -> list[bytes | None]:
-        with self._lock:
-            found = [self.values.pop(key, None) for key in keys]
-            for key, value in zip(keys, found, strict=True):
-                if value is not None:
-                    self.values[key] = value
-            return found
-
-    def delete(self, keys: Sequence[StoreKey]) -> None:
-        with self._lock:
-            for key in keys:
-                self.values.pop(key, None)
-
-    def delete_all(self) -> None:
-        with self._lock:
-            self.values.clear()
-
-    def close(self) -> None:
-        """Nothing is held open."""

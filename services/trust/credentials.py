@@ -10,7 +10,6 @@ so under them. Signing takes 25 µs and verifying 83 µs on one core (`python -m
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -130,12 +129,6 @@ def holder_credentials(config: MeshConfig) -> HolderCredentials:
         return HolderCredentials(secrets=secrets, content_secrets=content_secrets, tenant_key=public_key)
     except ValueError as error:
         raise UserError("tenant_public_key has 64 hexadecimal digits, as `kvmesh bus-config` writes them") from error
-
-
-def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCredentials:
-    """Return the credentials of a holder that believes this signer."""
-    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public_key))
-    return HolderCredentials(secrets=TicketSecrets(secrets), content_secrets=TicketSecrets(secrets), tenant_key=key)
 
 
 def _tenant_text(request_id: RequestId, tenant: str, proof: Proof) -> bytes:

@@ -431,6 +431,7 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
     seconds = measure(cases, num_rounds)
     wire_bytes = {case: read().num_wire_bytes for case, read in compressed.items()}
     latency = measure(bench.latency_cases(), 20 * num_rounds)
+    in_a_row = {case: measure({case: run}, 20 * num_rounds)[case] for case, run in bench.latency_cases().items()}
     of_many = measure(bench.many_cases(), 2 * num_rounds)
     bench.close()
     child.join(30)
@@ -457,6 +458,7 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
         "gib_per_s": speed,
         "wire_gib_per_s": wire_speed,
         "one_block_us": {case: s * 1e6 for case, s in latency.items()},
+        "one_block_in_a_row_us": {case: s * 1e6 for case, s in in_a_row.items()},
         "one_of_many_blocks_us": {case: s / NUM_AT_ONCE * 1e6 for case, s in of_many.items()},
         "one_block_of_socket": {case: s / latency["socket"] for case, s in latency.items() if case != "socket"},
         "shm_to_memory_copy": speed[name("shm", Mode.DIGESTS)] / speed["memory copy, one thread"],
@@ -475,6 +477,10 @@ def table(figures: dict) -> str:
     lines += [f"  {case:36}{speed:8.2f} GiB/s" for case, speed in figures["wire_gib_per_s"].items()]
     lines += ["", "one block of 64 KiB; ours with ticket, lease and commit, on a connection that is kept"]
     lines += [f"  {case:36}{micros:8.0f} µs" for case, micros in figures["one_block_us"].items()]
+    lines += [
+        f"  {f'{case}, one after the other':36}{micros:8.0f} µs"
+        for case, micros in figures["one_block_in_a_row_us"].items()
+    ]
     lines += [
         f"  {f'{case}, each of {NUM_AT_ONCE}':36}{micros:8.0f} µs  (goal {AT_ONCE_GOAL_US})"
         for case, micros in figures["one_of_many_blocks_us"].items()

@@ -12,7 +12,8 @@ import msgspec
 
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from services.trust.credentials import TenantSigner, credentials_for
+from services.trust.credentials import TenantSigner
+from tests.credentials import credentials_for
 
 NUM_CALLS = 5_000
 REQUEST = RequestLease(

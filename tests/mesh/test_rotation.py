@@ -127,8 +127,8 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
         assert await read(before, before.ticket) == 16 * len(hashes), "made before the rotation, read after it"
         during = await lease()
         with pytest.raises(TicketRefusedError):
-            TicketSecrets([OLD.encode()]).verify(during.ticket, now_ms())
-        ticket = TicketSecrets([NEW.encode()]).verify(during.ticket, now_ms())
+            TicketSecrets([OLD.encode()]).signed(during.ticket).ticket(now_ms())
+        ticket = TicketSecrets([NEW.encode()]).signed(during.ticket).ticket(now_ms())
         await worker.rotate("short")
         assert "stay as they were" in worker.log.read_text()
         await worker.rotate(NEW)

@@ -104,31 +104,35 @@ def test_all_of_it_is_there_from_the_start() -> None:
         owned.close()
 
 
-def test_arenas_of_the_dead_are_removed() -> None:
-    leave = "import os; from dataplane.memory.arena import Arena; from dataplane.blocks.layout import uniform_shape\n"
-    leave += "from tests.plane.harness import LAYOUT\n"
-    leave += "print(Arena.create(uniform_shape(LAYOUT, 1)).name, flush=True); os._exit(0)"
+@pytest.fixture
+def own_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where arenas lie meanwhile: nobody beside this test cleans up there."""
+    monkeypatch.setattr(arena_module, "SHM_DIR", tmp_path)
+    return tmp_path
+
+
+def test_arenas_of_the_dead_are_removed(own_dir: Path) -> None:
+    leave = "import os; from pathlib import Path; from dataplane.memory import arena\n"
+    leave += "from dataplane.blocks.layout import uniform_shape; from tests.plane.harness import LAYOUT\n"
+    leave += f"arena.SHM_DIR = Path({str(own_dir)!r})\n"
+    leave += "print(arena.Arena.create(uniform_shape(LAYOUT, 1)).name, flush=True); os._exit(0)"
     mine = Arena.create(uniform_shape(LAYOUT, 1))
     left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()
-    assert (SHM_DIR / left).exists()
-    removed = remove_stale_arenas()
-    assert left in removed and mine.name not in removed
-    assert not (SHM_DIR / left).exists() and (SHM_DIR / mine.name).exists()
+    assert (own_dir / left).exists()
+    assert remove_stale_arenas() == [left]
+    assert [path.name for path in own_dir.iterdir()] == [mine.name]
     mine.close()
 
 
-def test_owner_in_another_pid_namespace_is_alive() -> None:
+def test_owner_in_another_pid_namespace_is_alive(own_dir: Path) -> None:
     """Its process id means nothing here, but it holds its lock."""
     owned = Arena.create(uniform_shape(LAYOUT, 1))
-    foreign = SHM_DIR / f"kvmesh-999999999-{'e' * 16}"
-    (SHM_DIR / owned.name).rename(foreign)
-    try:
-        assert foreign.name not in remove_stale_arenas()
-        owned.close()
-        gc.collect()
-        assert foreign.name in remove_stale_arenas()
-    finally:
-        foreign.unlink(missing_ok=True)
+    foreign = own_dir / f"kvmesh-999999999-{'e' * 16}"
+    (own_dir / owned.name).rename(foreign)
+    assert not remove_stale_arenas()
+    owned.close()
+    gc.collect()
+    assert remove_stale_arenas() == [foreign.name]
 
 
 def test_a_dead_process_1_s_arena_goes_as_the_next_one_is_made() -> None:

@@ -26,12 +26,11 @@ from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused
 from services.config import WorkerConfig
 from services.times import Times
-from services.trust.credentials import credentials_for
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore, StreamEnded
 from services.worker.kv.holder import KVHolder, StreamLease
-from tests.credentials import SIGNER
+from tests.credentials import SIGNER, credentials_for
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
     CARRIERS,

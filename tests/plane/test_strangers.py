@@ -322,7 +322,8 @@ def sealed(said: bytes, opening: bytes) -> bytes:
         body = said[HEADER_BYTES : HEADER_BYTES + header.length]
         if header.kind is Kind.ACCEPTED:
             with contextlib.suppress(ProtocolError):
-                seal = seal_of(SECRETS, decode_body(opening, Open).ticket, opening, decode_body(body, Accepted).nonce)
+                ticket = SECRETS.signed(decode_body(opening, Open).ticket)
+                seal = seal_of(ticket.key_of(opening), decode_body(body, Accepted).nonce)
         if header.kind is Kind.DATA:
             last = header
         elif header.kind is Kind.COMMIT:

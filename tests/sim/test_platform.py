@@ -55,16 +55,16 @@ def test_a_thread_s_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_join_waits_and_conditions_wake() -> None:
     async def live() -> list[str]:
         told: list[str] = []
-        event = threads.CoEvent()
+        changed = threads.CoCondition()
 
         def late() -> None:
-            assert not event.wait(1.0)
-            event.set()
+            assert not changed.wait(1.0)
+            changed.notify_all()
             threads.pause(1.0)
             told.append("late")
 
         def joiner() -> None:
-            assert event.wait()
+            assert changed.wait()
             first.join(0.5)
             told.append("gave up")
             first.join()

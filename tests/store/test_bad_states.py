@@ -11,8 +11,9 @@ import pytest
 from schemas.ids import BlockHash
 from schemas.kv import LeaseGranted
 from services.store import backing as backing_module
-from services.store.tiers import DictTier, TierError, TierFullError, Value
+from services.store.tiers import TierError, TierFullError, Value
 from services.times import StoreTimes, Times, WorkerTimes
+from tests.store.dict_tier import DictTier
 from tests.store.fleet import Fleet, config_of, files_in, fleet, store
 from tests.store.rig import hashes_of, key_at, running_server
 from tests.waiting import until, wait_until

@@ -15,7 +15,8 @@ from services.store import disk
 from services.store.disk import DiskTier
 from services.store.load import open_tier
 from services.store.remote import ValkeyTier
-from services.store.tiers import BackTier, DictTier, TierError, TierFullError
+from services.store.tiers import BackTier, TierError, TierFullError
+from tests.store.dict_tier import DictTier
 from tests.store.rig import Memory, Server, key_at, keys_at, running_server
 
 SIZE = 1000

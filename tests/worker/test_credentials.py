@@ -17,12 +17,11 @@ from services.trust.credentials import (
     Proof,
     SignerClocks,
     TenantSigner,
-    credentials_for,
     holder_credentials,
     signer_of,
 )
 from services.trust.keys import MeshKeys, with_key
-from tests.credentials import CREDENTIALS, SECRET, SEED, SIGNER, proved
+from tests.credentials import CREDENTIALS, SECRET, SEED, SIGNER, credentials_for, proved
 from tests.worker import worker_cases as case
 
 pytestmark = pytest.mark.virtual_time

@@ -99,7 +99,7 @@ class CoarseReader(SimPlaneReader):
         if server is None:
             raise TransferFailedError(ReadEnd.CONNECT, f"{request.endpoint.host} has gone", request.first_token)
         try:
-            return server.gate.open(self._secrets.verify(request.ticket, now_ms()))
+            return server.gate.open(self._secrets.signed(request.ticket).ticket(now_ms()))
         except TicketRefusedError as error:
             raise TransferFailedError(ReadEnd.TICKET, str(error), request.first_token) from error
         except LeaseRefusedError as error:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from dataplane.memory.frames import Rows
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
@@ -198,7 +198,6 @@ class SimWire:
 
     def __init__(self, connection: Connection, incoming: Pipe, outgoing: Pipe) -> None:
         self.connection = connection
-        self.reads_ahead = False
         self._incoming = incoming
         self._outgoing = outgoing
         self._cut = False
@@ -321,12 +320,6 @@ class _SimWaker:
         self._incoming = incoming
         self._set = False
         self._thread: CoThread | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def wake(self) -> None:
         self._set = True

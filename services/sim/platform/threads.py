@@ -241,27 +241,3 @@ class CoCondition:
     def notify_all(self) -> None:
         for thread in self._waiting:
             thread.wake()
-
-
-class CoEvent:
-    """Like `threading.Event`, for threads of one loop."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._changed = CoCondition()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        self._changed.notify_all()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return whether it is set."""
-        if timeout is None:
-            while not self._is_set:
-                self._changed.wait()
-        elif not self._is_set:
-            self._changed.wait(timeout)
-        return self._is_set
