@@ -49,24 +49,21 @@ def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
     # With the protocol's number: asyncio sets TCP_NODELAY on no other, and the second write of an answer would wait for
     # the client's delayed acknowledgement, 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is free
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
-        sock.bind(address)
-        # Listening makes the port ours: without it another process could bind it too.
-        sock.listen(backlog)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is free
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+    return _listening(sock, address, backlog)
 
 
 def listen_near(address: str, backlog: int) -> socket.socket:
     """Return a socket that listens on this address of the machine. Raises OSError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    return _listening(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, backlog)
+
+
+def _listening(sock: socket.socket, address: str | tuple[object, ...], backlog: int) -> socket.socket:
     try:
         sock.bind(address)
+        # Listening makes the port ours: without it another process could bind it too.
         sock.listen(backlog)
     except BaseException:
         sock.close()

@@ -70,8 +70,8 @@ def multiturn(
 
 @bench.command()
 def burst(
-    clients: Annotated[str, typer.Option(help="How many ask at once.")] = "8,64",
-    n: Annotated[str, typer.Option(help="Choices of each request.")] = "1,8",
+    clients: Annotated[str, typer.Option(help="How many ask at once; several with commas between.")] = "8",
+    n: Annotated[str, typer.Option(help="Choices of each request; several with commas between.")] = "1,8",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4_000,
     output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Bursts of each kind, each with a fresh prompt.")] = 3,

@@ -155,24 +155,24 @@ class LibraryCounted(BorderMessage, frozen=True):
 
 ToEngine = LoadEngine | SubmitSequence | CancelSequence | StartGrammar | AskLibrary | StopEngine
 ToWorker = EngineReady | EngineRefused | StepDone | SequencesFailed | SequenceLeft | GrammarStarted | LibraryCounted
-HeardT = TypeVar("HeardT")
+ReceivedT = TypeVar("ReceivedT")
 
 
 class BorderError(Exception):
     """The other side says what it cannot mean."""
 
 
-class Channel(Generic[HeardT]):
-    """One side's end. `say` may be called from any thread and waits for nobody: what the socket does not take at once
-    goes out as `hear` waits, which one thread calls. `bell`: an eventfd that ends this wait as well; it is closed
+class Channel(Generic[ReceivedT]):
+    """One side's end. `send_message` may be called from any thread and waits for nobody: what the socket does not take
+    at once goes out while one thread is in `wait_messages`. `bell`: an eventfd that ends this wait too; it is closed
     with the channel."""
 
-    def __init__(self, sock: socket.socket, bell: int, heard: Any) -> None:
+    def __init__(self, sock: socket.socket, bell: int, receives: Any) -> None:
         self._socket = sock
         self._socket.setblocking(False)
         self._bell = bell
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[HeardT] = msgspec.msgpack.Decoder(heard)
+        self._decoder: msgspec.msgpack.Decoder[ReceivedT] = msgspec.msgpack.Decoder(receives)
         self._lock = threading.Lock()
         self._is_closed = False
         self._unsent = bytearray()
@@ -180,8 +180,8 @@ class Channel(Generic[HeardT]):
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
 
-    def say(self, message: BorderMessage) -> None:
-        """Put a message in line. Where nobody is there any more, `hear` says so."""
+    def send_message(self, message: BorderMessage) -> None:
+        """Put a message in line. Where nobody is there any more, `wait_messages` raises."""
         with self._lock:
             if self._is_closed:
                 return
@@ -193,8 +193,8 @@ class Channel(Generic[HeardT]):
             if self._unsent:
                 os.eventfd_write(self._bell, 1)
 
-    def hear(self, timeout_s: float | None = None) -> list[HeardT]:
-        """Wait until somebody has said something, the bell has rung or the time is over; return what was said. Raises
+    def wait_messages(self, timeout_s: float | None = None) -> list[ReceivedT]:
+        """Wait until a message has come, the bell has rung or the time is over; return the messages. Raises
         EOFError, BorderError."""
         with self._lock:
             wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
@@ -210,7 +210,7 @@ class Channel(Generic[HeardT]):
         return self._read() if events & ~select.POLLOUT else []
 
     def close(self) -> None:
-        """Send what waits, for a moment at most, and end: nothing is said or heard any more. Idempotent."""
+        """Send what waits, for a moment at most, and end: nothing is said or received any more. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -230,7 +230,7 @@ class Channel(Generic[HeardT]):
             sent = len(self._unsent)
         del self._unsent[:sent]
 
-    def _read(self) -> list[HeardT]:
+    def _read(self) -> list[ReceivedT]:
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -240,7 +240,7 @@ class Channel(Generic[HeardT]):
         if not data:
             raise EOFError("the other side has ended")
         self._unread += data
-        heard: list[HeardT] = []
+        received: list[ReceivedT] = []
         at = 0
         while len(self._unread) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread, at)
@@ -250,12 +250,12 @@ class Channel(Generic[HeardT]):
             if len(self._unread) < end:
                 break
             try:
-                heard.append(self._decoder.decode(memoryview(self._unread)[at + _LENGTH.size : end]))
+                received.append(self._decoder.decode(memoryview(self._unread)[at + _LENGTH.size : end]))
             except msgspec.MsgspecError as error:
                 raise BorderError(str(error)) from error
             at = end
         del self._unread[:at]
-        return heard
+        return received
 
 
 class StepTable:

@@ -61,12 +61,12 @@ class EngineServer:
 
     def serve_worker(self) -> int:
         """Make the engine, and serve until the worker says that it is enough; return the exit code."""
-        order = self._hear_first()
+        order = self._receive_first()
         arena = Arena.attach(order.arena, order.nonce, writes=True)
         try:
             loaded = load_host_engine(order.checkpoint, order.shape, arena.buffer, order.worker, order.engine)
         except UserError as error:
-            self._channel.say(EngineRefused(str(error)))
+            self._channel.send_message(EngineRefused(str(error)))
             self._channel.close()
             return 2
         self._steps = StepTable(self._table, order.shape.layout.num_layers)
@@ -76,22 +76,22 @@ class EngineServer:
         self._engine = EngineThread(loaded.steps, self._start_grammar, callbacks)
         gc.collect()
         gc.freeze()  # what was loaded stays: a collection would look it all through
-        self._channel.say(EngineReady(loaded.device, tuple(sorted(loaded.rules.eos_token_ids))))
+        self._channel.send_message(EngineReady(loaded.device, tuple(sorted(loaded.rules.eos_token_ids))))
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
         self._engine.run_steps()
         self._channel.close()
         return int(self._engine.has_failed)
 
-    def _hear_first(self) -> LoadEngine:
-        while not (heard := self._channel.hear()):
+    def _receive_first(self) -> LoadEngine:
+        while not (received := self._channel.wait_messages()):
             pass
-        assert isinstance(heard[0], LoadEngine), "that is said first"
-        return heard[0]
+        assert isinstance(received[0], LoadEngine), "that is said first"
+        return received[0]
 
     def _listen(self) -> None:
         try:
             while True:
-                for message in self._channel.hear():
+                for message in self._channel.wait_messages():
                     self._take(message)
         except EOFError:
             os._exit(0)  # nobody is there for whom to compute
@@ -107,7 +107,7 @@ class EngineServer:
             case StartGrammar(number=number, text=text):
                 self._start_grammar(text).add_done_callback(partial(self._on_understood, number))
             case AskLibrary(prefix=prefix):
-                self._channel.say(LibraryCounted(library_text(prefix)))
+                self._channel.send_message(LibraryCounted(library_text(prefix)))
             case StopEngine():
                 self._engine.stop_engine(0)
             case LoadEngine():
@@ -140,7 +140,7 @@ class EngineServer:
 
     def _on_understood(self, number: int, future: "Future[Grammar]") -> None:
         error = future.exception()
-        self._channel.say(GrammarStarted(number, "" if error is None else str(error)))
+        self._channel.send_message(GrammarStarted(number, "" if error is None else str(error)))
 
     # On the engine's thread.
 
@@ -164,14 +164,14 @@ class EngineServer:
                 self._forget(token.sequence)
         for sequence, _ in result.failed:
             self._forget(sequence)
-        self._channel.say(told)
+        self._channel.send_message(told)
         self._steps.begin_step(())
 
     def _on_failure(self, sequences: Seq[Sequence], reason: str) -> None:
-        self._channel.say(SequencesFailed(tuple(self._forget(sequence) for sequence in sequences), reason))
+        self._channel.send_message(SequencesFailed(tuple(self._forget(sequence) for sequence in sequences), reason))
 
     def _on_removed(self, sequence: Sequence) -> None:
-        self._channel.say(SequenceLeft(self._forget(sequence)))
+        self._channel.send_message(SequenceLeft(self._forget(sequence)))
 
     def _forget(self, sequence: Sequence) -> int:
         number = self._numbers.pop(sequence)
@@ -200,8 +200,8 @@ def main(name: str, channel: int, table: int, bell: int, parent: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or an init, tells all of a group
         signal.signal(number, signal.SIG_IGN)
     configure_logging(name)
-    ears: Channel[ToEngine] = Channel(socket.socket(fileno=channel), os.eventfd(0, os.EFD_CLOEXEC), ToEngine)
-    return EngineServer(ears, table, bell).serve_worker()
+    ours: Channel[ToEngine] = Channel(socket.socket(fileno=channel), os.eventfd(0, os.EFD_CLOEXEC), ToEngine)
+    return EngineServer(ours, table, bell).serve_worker()
 
 
 if __name__ == "__main__":

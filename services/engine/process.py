@@ -122,7 +122,7 @@ class EngineProcess:
         """End after the running step, failing what is left; at the latest after `timeout` seconds, without regard to
         what runs. True: nothing computes any more."""
         self._stopping.set()
-        self._child.channel.say(StopEngine())
+        self._child.channel.send_message(StopEngine())
         if self._thread.is_alive():
             self._thread.join(timeout)
         self.close()
@@ -153,7 +153,7 @@ class EngineProcess:
             self._sequences[number] = sequence
             self._numbers[key] = number
             row = self._listen(number, sequence.layer_listener)
-        self._child.channel.say(submission(number, row, sequence))
+        self._child.channel.send_message(submission(number, row, sequence))
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """As `EngineThread.cancel`."""
@@ -161,7 +161,7 @@ class EngineProcess:
             self._check_ready()
             number = self._numbers.get((request_id, attempt))
         if number is not None:
-            self._child.channel.say(CancelSequence(number))
+            self._child.channel.send_message(CancelSequence(number))
 
     def engine_load(self) -> EngineLoad:
         """As `EngineThread.engine_load`."""
@@ -179,13 +179,13 @@ class EngineProcess:
                 return future
             number = self._next_number()
             self._grammars[number] = future
-        self._child.channel.say(StartGrammar(number, text))
+        self._child.channel.send_message(StartGrammar(number, text))
         return future
 
     def library_text(self, prefix: str) -> str:
         """As `EngineThread.library_text`; what was said last where the process does not answer soon."""
         self._library_came.clear()
-        self._child.channel.say(AskLibrary(prefix))
+        self._child.channel.send_message(AskLibrary(prefix))
         self._library_came.wait(LIBRARY_ANSWER_S)
         return self._library
 
@@ -234,7 +234,7 @@ class EngineProcess:
         try:
             while silent_s < self._step_timeout_s:
                 is_busy, began_s = bool(self._sequences), time.monotonic()
-                messages = child.channel.hear(look_s)
+                messages = child.channel.wait_messages(look_s)
                 self._tell_layers()  # written before what is said now
                 for message in messages:
                     self._take(message)

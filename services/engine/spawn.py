@@ -29,13 +29,16 @@ from services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""What glibc's `malloc` reads. By itself it gives the kernel back what a step has freed, and the next step takes every
+page anew: of the time of a step with long contexts, half and more. 32 MiB is the most that it takes for the second."""
 Spawn = Callable[[str, tuple[int, int, int]], "subprocess.Popen[bytes]"]
 
 
 def spawn_child(name: str, fds: tuple[int, int, int], *, num_threads: int) -> "subprocess.Popen[bytes]":
     """Start the process of the engine of this worker. `fds`: of its socket, of its table, of what wakes the worker."""
     # OpenMP reads it as it is loaded, and vLLM lets nobody change it afterwards.
-    environment = child_environment() | {"OMP_NUM_THREADS": str(num_threads)}
+    environment = KEEPS_MEMORY | child_environment() | {"OMP_NUM_THREADS": str(num_threads)}
     module = "services.engine.child"
     arguments = [sys.executable, "-P", "-m", module, name, *map(str, fds), str(os.getpid())]
     # What libraries print must not be taken for what the worker says.
@@ -64,7 +67,7 @@ class EngineChild:
             os.close(table)
             theirs.close()
         self.channel: Channel[ToWorker] = Channel(ours, bell, ToWorker)
-        self.channel.say(order)
+        self.channel.send_message(order)
 
     @property
     def has_ended(self) -> bool:
@@ -86,7 +89,7 @@ class EngineChild:
             return self._said
         try:
             while True:
-                for message in self.channel.hear():
+                for message in self.channel.wait_messages():
                     if isinstance(message, EngineRefused):
                         raise UserError(message.reason)
                     assert isinstance(message, EngineReady), "it says nothing else first"

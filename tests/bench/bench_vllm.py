@@ -148,7 +148,7 @@ async def measure_alone(sizes: Sizes, folder: Path) -> list[Row]:
     for load, sides in found.items():
         rows += [
             _compared(f"TTFT mean, {load.words}", sides, lambda one: one.ttft_ms, "ms", 1.15),
-            _compared(f"per token, {load.words}", sides, lambda one: one.ms_per_token, "ms", 1.15),
+            _compared(f"per token, {load.words}", sides, lambda one: one.ms_per_token, "ms", 1.05),
         ]
         if not load.per_s:
             pair = [[one.tokens_per_s for one in side] for side in sides.values()]

@@ -31,7 +31,7 @@ from services.engine.border import (
 from services.engine.fake import fake_answer
 from services.engine.interface import GrammarError, InvalidSequenceError, Sequence
 from services.engine.process import submission
-from services.engine.spawn import EngineChild, ending
+from services.engine.spawn import KEEPS_MEMORY, EngineChild, ending
 from services.engine.thread import EngineStoppedError
 from services.errors import UserError
 from services.sim.brackets import Brackets
@@ -307,6 +307,23 @@ signal.pause()
 """
 
 
+_STEPS = """
+import resource
+for step in range(4):
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    freed = [bytearray(8 << 20) for _ in range(20)]
+    del freed
+    last = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+print(last)
+"""
+
+
+@pytest.mark.parametrize(("environment", "is_kept"), [({}, False), (KEEPS_MEMORY, True)])
+def test_what_a_step_has_freed_is_there_for_the_next(environment: dict[str, str], is_kept: bool) -> None:
+    told = subprocess.run([sys.executable, "-c", _STEPS], env=environment, capture_output=True, text=True, check=True)
+    assert (int(told.stdout) < 1_000) == is_kept, "of 40,960 pages"
+
+
 def test_it_ends_with_its_worker() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -448,7 +465,7 @@ def ends() -> Iterator[tuple[End, End, socket.socket]]:
 def hear(end: End, count: int) -> list[ToEngine]:
     heard: list[ToEngine] = []
     while len(heard) < count:
-        heard += end.hear()
+        heard += end.wait_messages()
     return heard
 
 
@@ -456,20 +473,20 @@ def test_what_the_socket_does_not_take_waits_for_nobody_and_arrives_in_order(end
     one, other, _ = ends
     said: list[BorderMessage] = [StartGrammar(size, "x" * size) for size in (5, 3_000_000, 7, 70_000)]
     for message in said:  # nobody reads yet
-        one.say(message)
-        other.say(message)
+        one.send_message(message)
+        other.send_message(message)
     heard: list[ToEngine] = []
     is_over = threading.Event()
 
     def go_on() -> None:
         while not is_over.is_set():  # what it has to say goes out as it hears, and only then
-            heard.extend(other.hear(0.01))
+            heard.extend(other.wait_messages(0.01))
 
     thread = threading.Thread(target=go_on)
     thread.start()
     assert hear(one, len(said)) == said
     while len(heard) < len(said):
-        one.hear(0.01)
+        one.wait_messages(0.01)
     is_over.set()
     thread.join()
     assert heard == said
@@ -495,7 +512,7 @@ def test_nonsense_is_an_error(data: bytes, ends: tuple[End, End, socket.socket])
 
 def test_the_end_is_heard_behind_what_was_said(ends: tuple[End, End, Any]) -> None:
     one, other, _ = ends
-    other.say(StopEngine())
+    other.send_message(StopEngine())
     other.close()
     assert hear(one, 1) == [StopEngine()]
     with pytest.raises(EOFError):

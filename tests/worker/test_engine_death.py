@@ -38,6 +38,15 @@ def test_an_answer_says_what_is_left_of_it_and_whether_it_was_being_computed(in_
     assert bench.cache.num_cached == 2, "what was stored stays; what the step wrote is nobody's"
 
 
+def test_what_was_purged_is_kept_for_nobody() -> None:
+    bench = Bench()
+    alone(bench)
+    stored(bench, 2)
+    bench.cache.forget()
+    assert len(said(bench.checked(case.hear(bench.prefill, died(1, in_step=(1,)), 5)))) == 1
+    assert bench.cache.num_free == bench.cache.num_blocks
+
+
 def test_what_was_being_withdrawn_is_over_and_nobody_is_told_twice() -> None:
     bench = Bench()
     alone(bench)

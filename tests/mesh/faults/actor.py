@@ -124,7 +124,7 @@ class FaultActor:
                 self._kill(self._victims(fault, subject), engine=fault.do == "kill_engine")
             case "hang_engine":
                 for child in self._victims(fault, subject):
-                    await _stand_still(engine_of(child), fault.for_s)
+                    await _stand_still(engine_of(child.process.pid), fault.for_s)
             case "pause":
                 await self._pause(self._victims(fault, subject), fault.for_s)
             case "drain":
@@ -219,13 +219,13 @@ async def _stand_still(pid: int | None, for_s: float) -> None:
 
 def signal_engine(child: Child, number: int) -> None:
     """Send a signal to a worker's engine, if there is one."""
-    if (pid := engine_of(child)) is not None:
+    if (pid := engine_of(child.process.pid)) is not None:
         os.kill(pid, number)
 
 
-def engine_of(child: Child) -> int | None:
+def engine_of(worker: int | None) -> int | None:
     """Return the process of a worker's engine, if there is one: spares are younger."""
-    tasks = Path(f"/proc/{child.process.pid}/task").glob("*/children")
+    tasks = Path(f"/proc/{worker}/task").glob("*/children")
     return min((int(pid) for task in tasks for pid in task.read_text().split()), key=_started, default=None)
 
 

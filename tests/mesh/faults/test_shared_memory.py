@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.cli.commands import KVMESH, command_of, environment, fill, our_processes
+from tests.mesh.faults.actor import engine_of
 
 IN_A_SMALL_ONE = 'mount -t tmpfs -o size="$0" none /dev/shm && exec "$@"'
 ARENA_MIB = 16
@@ -55,6 +56,12 @@ def test_who_dies_finds_room_again(tmp_path: Path) -> None:
         first = our_process(tmp_path, "prefill-0")
         filling = fill(Path(f"/proc/{first}/root/dev/shm"))
         for number in range(8):  # both decode workers read from it
+            complete(url, number)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            engine = engine_of(our_process(tmp_path, name))
+            assert engine is not None
+            os.kill(engine, signal.SIGKILL)
+        for number in range(12):  # their engines come back, though it is full
             complete(url, number)
         filling.unlink()
         for _ in range(2):

@@ -140,10 +140,10 @@ def kill_engine_twice(worker: Child) -> asyncio.Task[None]:
     """Kill the next one as well, while it is loaded."""
 
     async def follow() -> None:
-        await until(lambda: engine_of(worker) not in (None, first))
+        await until(lambda: engine_of(worker.process.pid) not in (None, first))
         kill_engine(worker)
 
-    first = engine_of(worker)
+    first = engine_of(worker.process.pid)
     kill_engine(worker)
     return asyncio.create_task(follow())
 
