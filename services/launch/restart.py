@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 from dataclasses import dataclass, field
 
@@ -65,7 +66,9 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
+                # Not `send_signal`: before Python 3.13 it takes the ending of a process from asyncio, which then knows
+                # no code but 255 and says so (python/cpython#87744).
+                os.kill(self.process.pid, number)
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None

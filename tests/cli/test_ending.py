@@ -1,5 +1,7 @@
-"""SIGTERM before a service runs: the process ends, as process 1 too, whatever it does, and leaves no arena."""
+"""SIGTERM before a service runs: the process ends, as process 1 too, whatever it does, and leaves no arena. Who started
+it knows how it ended."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,6 +13,7 @@ import pytest
 
 from dataplane.memory.arena import SHM_DIR
 from services.ending import EXIT_CODE
+from services.launch.restart import Child
 from tests.cli.commands import AS_PROCESS_1, child_of, may_be_process_1
 
 LIMIT_S = 60.0
@@ -64,3 +67,12 @@ def test_a_signal_ends_process_1(doing: str) -> None:
         os.kill(child_of(unshare.pid), signal.SIGTERM)
         assert unshare.wait(LIMIT_S) == EXIT_CODE
         assert not arena.exists()
+
+
+async def test_a_signal_at_its_end_takes_no_code_from_who_waits_for_it() -> None:
+    for _ in range(5):
+        child = Child("decode", "decode-0", await asyncio.create_subprocess_exec("sleep", "60"), 0.0)
+        for _ in range(2_000):  # it ends meanwhile, and the loop does not run: nobody here knows it yet
+            child.kill()
+        await child.wait_ended()
+        assert child.describe_end() == "decode-0 was killed by signal 9"

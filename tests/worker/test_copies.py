@@ -244,7 +244,7 @@ def test_what_one_source_gives_is_not_asked_of_another() -> None:
     (second,) = cools(core, "b", 2, 3)
     assert hashes_of(second) == (numbered(3),) and cools(core, "c", 1) == []
     assert landed(core, first, 2) == [] and landed(core, second, 1) == []
-    assert core.num_waiting == core.num_not_taken == 0, "nothing is left of the other offers"
+    assert core.num_waiting == 0, "nothing is left of the other offers"
 
 
 @pytest.mark.parametrize("end", [ReadEnd.REFUSED, ReadEnd.CONTENT, ReadEnd.CLOSED])
@@ -254,7 +254,7 @@ def test_what_one_source_does_not_give_is_asked_of_who_offers_it_as_well(end: Re
     assert cools(core, "b", 2, 1) == [] and cools(core, "c", 1) == []
     refusal = RefusalReason.GONE if end is ReadEnd.REFUSED else None
     (second,) = reads(core, ended(core, first, 0, end, refusal=refusal))
-    assert second.holder == "b" and hashes_of(second) == (numbered(1), numbered(2)) and core.num_not_taken == 0
+    assert second.holder == "b" and hashes_of(second) == (numbered(1), numbered(2))
     (third,) = landed(core, second, 1)
     assert (third.holder, hashes_of(third)) == (("b" if end is ReadEnd.CLOSED else "a"), (numbered(2),))
 
@@ -263,7 +263,7 @@ def test_what_its_source_has_given_up_is_passed_over() -> None:
     core = Replica()
     (read,) = cools(core, "a", 3, 2, 1)
     (start,) = gone(core, read)
-    assert isinstance(start, StartRead) and core.num_not_taken == 1
+    assert isinstance(start, StartRead)
     assert hashes_of(start.read) == (numbered(2), numbered(3))
 
 
@@ -275,7 +275,7 @@ def test_a_source_that_has_given_all_up_is_not_asked_for_ever() -> None:
         assert isinstance(start, StartRead)
         read = start.read
     assert gone(core, read) == [NotTaken(WorkerId("a"), 100 - MAX_COPY_REFUSALS, "refused")]
-    assert core.num_waiting == 0 and core.num_not_taken == 100
+    assert core.num_waiting == 0
 
 
 def test_a_source_that_says_no_is_left_alone_until_it_offers_again() -> None:
@@ -301,10 +301,11 @@ def test_what_waits_is_bounded_by_source_and_in_sources() -> None:
     core = Replica(4_000)
     for at in range(0, MAX_OFFERED_BLOCKS + 10, MESSAGE_BLOCKS):
         cools(core, "a", *range(at, min(at + MESSAGE_BLOCKS, MAX_OFFERED_BLOCKS + 10)))
-    assert core.num_not_taken == 10 and core.num_waiting == MAX_OFFERED_BLOCKS - MAX_COPY_BLOCKS
+    assert core.num_waiting == MAX_OFFERED_BLOCKS - MAX_COPY_BLOCKS
     for at in range(MAX_COPY_SOURCES + 5):
         cools(core, f"w{at}", 10_000 + at)
-    assert core.num_not_taken == 10 + 6
+    num_coming = sum(len(copy.contents) for copy in core.reading.values())
+    assert core.num_waiting + num_coming == MAX_OFFERED_BLOCKS + MAX_COPY_SOURCES - 1
 
 
 def test_what_waits_for_room_for_too_long_is_forgotten() -> None:
@@ -313,7 +314,7 @@ def test_what_waits_for_room_for_too_long_is_forgotten() -> None:
     assert case.decide(core, CopyOffered(offer()), 0) == [] and core.num_waiting == 4
     assert case.tick(core, 9_999) == []
     (late,) = case.tick(core, 10_000)
-    assert isinstance(late, NotTaken) and late.num_blocks == 4 == core.num_not_taken and core.num_waiting == 0
+    assert isinstance(late, NotTaken) and late.num_blocks == 4 and core.num_waiting == 0
 
 
 def test_what_waits_is_read_once_there_is_room() -> None:
@@ -349,7 +350,7 @@ def test_a_quarter_stays_free_and_nothing_is_evicted() -> None:
 def test_what_is_no_offer_is_dropped(changes: dict[str, object]) -> None:
     core = Replica()
     assert heard(core, msgspec.structs.replace(offer(), **changes), now_ms=1) == []
-    assert (core.num_not_taken, core.num_waiting, core.cache.num_free) == (1, 0, 40)
+    assert (core.num_waiting, core.cache.num_free) == (0, 40)
 
 
 def test_what_cools_and_is_no_list_of_hashes_is_dropped() -> None:
@@ -357,7 +358,7 @@ def test_what_cools_and_is_no_list_of_hashes_is_dropped() -> None:
     for worker, joined in (("a", b"seventeen bytes!!"), ("a.b", bytes(16)), (REPLICA, bytes(16))):
         message = BlocksCooling(worker_id=WorkerId(worker), incarnation="i", block_hashes=joined)
         assert case.decide(core, message, 0) == []
-    assert (core.num_not_taken, core.num_waiting) == (3, 0)
+    assert core.num_waiting == 0
 
 
 def test_an_empty_offer_is_nothing() -> None:
@@ -369,7 +370,7 @@ def test_of_layers_with_windows_nothing_is_taken() -> None:
     core = Replica()
     windowed = msgspec.structs.replace(core.cache.layout, windows=(8,) * core.cache.layout.num_layers)
     core._memory = BlockCache(uniform_shape(windowed, 40), chunk_tokens=8)
-    assert heard(core, offer()) == [] and core.num_not_taken == 1
+    assert heard(core, offer()) == [] and core.num_waiting == 0
 
 
 def test_a_source_that_left_ends_its_reads() -> None:

@@ -93,15 +93,12 @@ class BlockCopy:
 
 
 class CopyCore:
-    """What one holder copies of others' blocks. `num_spare`: how many blocks may be taken for such copies now;
-    `num_not_taken`: blocks that were offered and are not here, as there was no room, or
-    their source did not give them."""
+    """What one holder copies of others' blocks. `num_spare`: how many blocks may be taken for such copies now."""
 
     def __init__(
         self, limits: HolderLimits, memory: HolderMemory, num_spare: Callable[[Why], int], *, max_reads: int
     ) -> None:
         self.draining = False
-        self.num_not_taken = 0
         self.reading: dict[KVRead, BlockCopy] = {}
         self._limits = limits
         self._memory = memory
@@ -148,7 +145,6 @@ class CopyCore:
         why = Why.LEFT_BEHIND if offer.leaving else Why.COMPLETED
         claim = Claim(why, offer.deadline_ms, event.traceparent)
         if not self._is_of_use(offer, now_ms):
-            self.num_not_taken += 1
             return []
         return self._take(offer.source, offer.tenant, offer.block_hashes, claim, now_ms)
 
@@ -214,14 +210,11 @@ class CopyCore:
             and (source.claims or len(self._sources) < MAX_COPY_SOURCES)
         )
         if not is_offer:
-            self.num_not_taken += 1
             return []
         wanted = [Content(tenant, each) for each in split_hashes(joined) if not self._memory.holds(each, tenant)]
         for content in wanted:
             if content in source.claims or len(source.claims) < MAX_OFFERED_BLOCKS:
                 source.claims[content] = claim
-            else:
-                self.num_not_taken += 1
         if source.claims:
             self._sources[worker_id] = source
         return self.start_reads(now_ms)
@@ -282,7 +275,6 @@ class CopyCore:
                 num_left += not any(content in other.claims for other in self._sources.values())
         if not source.claims:
             self._sources.pop(worker_id, None)
-        self.num_not_taken += num_left
         return [NotTaken(worker_id, num_left, reason)] if num_left else []
 
 
