@@ -5,7 +5,10 @@ import time
 
 from schemas.ids import WorkerId
 from schemas.request import KVSource
-from services.scheduler.placement.policy import Choice, Question, least_loaded
+from services.scheduler.placement.cost import Cost, CostLimits
+from services.scheduler.placement.policy import Choice, Question
+
+ALWAYS_SPLIT = Cost(CostLimits(unsplit_tokens_max=0))
 
 
 def last(question: Question) -> Choice:
@@ -16,11 +19,11 @@ def last(question: Question) -> Choice:
 
 
 def reads_what_it_can(question: Question) -> Choice | None:
-    """Choose the least loaded, which reads from stores whatever they have of the prompt, at any price."""
-    chosen = least_loaded(question)
+    """Choose as `cost` does, and split always; read from stores whatever they have of the prompt, at any price."""
+    chosen = ALWAYS_SPLIT(question)
     stores = [run for run in question.lenders if question.fleet.workers[run.worker_id].info.role == "store"]
     sources = tuple(KVSource(worker_id=x.worker_id, first_block=x.first_block, num_blocks=x.num_blocks) for x in stores)
-    return chosen and chosen._replace(sources=sources)
+    return chosen and chosen._replace(sources=sources or chosen.sources)
 
 
 def raises(question: Question) -> Choice:
