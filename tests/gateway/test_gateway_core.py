@@ -368,6 +368,10 @@ def test_what_waits_asks_again_as_a_worker_is_ready() -> None:
     assert request.handle(WorkerReady(), NOW + 2) == [] and request.wake_ms == NOW + 2
     assert request.tick(NOW + 2) == [AskPlacement(1, ())]
     assert request.handle(WorkerReady(), NOW + 3) == request.tick(NOW + 3) == [], "it asks already"
+    request.handle(PlaceRefused(1, RefusalReason.NO_WORKER, "nobody", 1_000), NOW + 4)
+    assert request.tick(NOW + 4) == [AskPlacement(1, ())], "the refusal may be older than the worker"
+    request.handle(PlaceRefused(1, RefusalReason.NO_WORKER, "nobody", 1_000), NOW + 5)
+    assert request.tick(NOW + 5) == [] and request.wake_ms == NOW + 1_005
 
 
 def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None:

@@ -1,10 +1,11 @@
 """Writes the generated parts of all pages: `python -m tests.pages.tables`, in the repository's root."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
@@ -12,7 +13,7 @@ from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Permit, Role, Subject
 from services.cli.app import app
 from services.errors import UserError
-from services.gateway.api.capabilities import parameter_table
+from services.gateway.api.capabilities import BODIES, parameters_of
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
 from tests.bench import links
 from tests.pages.message_tables import message_tables
@@ -22,6 +23,25 @@ def subject_table() -> str:
     """Return every subject, what it carries, who may say and who may hear it, as a Markdown table."""
     rows = [f"| `{s.named}` | {_carries(s)} | {_members(s.said_by)} | {_heard_by(s)} |" for s in SUBJECTS]
     return "\n".join(["| subject | carries → reply | said by | heard by |", "|---|---|---|---|", *rows])
+
+
+def parameter_table() -> str:
+    """Return all parameters of all routes as a Markdown table."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for route in BODIES:
+        for one in parameters_of(route):
+            text = f"{one.description} (taken: {_shown(one.harmless)})" if one.harmless else one.description
+            name = f"`{one.name}`" + (f": {_shown(one.values)}" if one.values else "")
+            rows.setdefault((name, one.origin, one.treatment.value, text), []).append(route.value)
+    lines = [
+        f"| {name} | {origin} | {treatment} | {', '.join(routes)} | {text} |"
+        for (name, origin, treatment, text), routes in rows.items()
+    ]
+    return "\n".join(["| parameter | whose | | routes | |", "|---|---|---|---|---|", *lines])
+
+
+def _shown(values: Iterable[object]) -> str:
+    return ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values)
 
 
 def permissions_table() -> str:

@@ -17,7 +17,7 @@ MANY_CLASSES = 5
 BOUNDS = {
     "functions of a split request": 695,
     "files of a split request": 114,
-    "lines of the product": 51_596,
+    "lines of the product": 51_578,
     "Protocols": 46,
     f"names of public methods on more than {MANY_CLASSES} classes": 4,
 }

@@ -1,6 +1,6 @@
 """What this API takes: every known parameter, and what becomes of it. Pages and `/v1/capabilities` are made of it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -65,22 +65,3 @@ def parameters_of(route: Route) -> Iterator[ParameterReply]:
         if route in part.routes:
             path, origin, treatment, _, why, values = part
             yield ParameterReply(name=path, origin=origin, treatment=treatment, description=why, values=values)
-
-
-def parameter_table() -> str:
-    """Return all parameters of all routes as a Markdown table."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for route in BODIES:
-        for one in parameters_of(route):
-            text = f"{one.description} (taken: {_shown(one.harmless)})" if one.harmless else one.description
-            name = f"`{one.name}`" + (f": {_shown(one.values)}" if one.values else "")
-            rows.setdefault((name, one.origin, one.treatment.value, text), []).append(route.value)
-    lines = [
-        f"| {name} | {origin} | {treatment} | {', '.join(routes)} | {text} |"
-        for (name, origin, treatment, text), routes in rows.items()
-    ]
-    return "\n".join(["| parameter | whose | | routes | |", "|---|---|---|---|---|", *lines])
-
-
-def _shown(values: Iterable[object]) -> str:
-    return ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values)

@@ -9,9 +9,6 @@ from schemas.logprobs import TokenLogprob
 LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have; vLLM's number."""
 
-TextOf = Callable[[int], str]
-"""Returns a token's text, or what stands for it."""
-
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     token: str

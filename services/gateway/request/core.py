@@ -121,11 +121,12 @@ class RequestCore:
         """A worker has taken an attempt, or has sent tokens."""
         self._deaths: list[tuple[int, int]] = []
         """Times of engines' deaths in its steps, and the tokens that there were of it then."""
-        """When engines have died that were computing it, those of the last minute."""
         self._num_untaken = 0
         """Attempts in a row that no worker has taken."""
         self._waiting_since_ms = 0
         """When a worker last had an attempt of it, or when it began to wait; 0: neither has happened."""
+        self._asks_again = False
+        """A worker became ready after the placement was asked for: a refusal may not know of it."""
         self._begin_attempt()
 
     def __repr__(self) -> str:
@@ -149,6 +150,7 @@ class RequestCore:
             case WorkerLost():
                 return self._lose_worker(event, now_ms)
             case WorkerReady():
+                self._asks_again = self.phase is Phase.PLACING
                 if self.phase is Phase.WAITING:
                     self.wake_ms = now_ms
                 return []
@@ -212,7 +214,8 @@ class RequestCore:
         if now_ms - max(self._waiting_since_ms, self._detector.since_ms) >= limit_ms:
             return self._end("", fail)
         self.phase = Phase.WAITING
-        self.wake_ms = now_ms + min(max(pause_ms, self._times.pause_min_ms), self._times.pause_max_ms)
+        pause_ms = min(max(pause_ms, self._times.pause_min_ms), self._times.pause_max_ms)
+        self.wake_ms = now_ms if self._asks_again else now_ms + pause_ms
         return []
 
     def _running(
@@ -278,6 +281,7 @@ class RequestCore:
         self._watch = Watch(self._config, self._detector, (), 0)
 
     def _ask_placement(self) -> AskPlacement:
+        self._asks_again = False
         return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered, self._moved_from)
 
     def _run(self, placement: Placement, now_ms: int) -> list[Action]:

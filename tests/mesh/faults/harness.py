@@ -90,6 +90,8 @@ class FaultMesh:
         truth: Truth,
         rng: random.Random,
         as_operator: Sequence[Subject[Any, Any]] = STRIKES_AT,
+        *,
+        num_spares: int = 0,
     ) -> None:
         self.supervisor = supervisor
         self.truth = truth
@@ -98,6 +100,8 @@ class FaultMesh:
         self.listener = BusListener(supervisor.access(Role.OBSERVER), supervisor.access(Role.OPERATOR), as_operator)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(timeout=None, limits=limits)
+        self._num_spares = num_spares
+        """Spare engines that each worker is to have."""
         self._num_streams = 0
         self._opening: set[asyncio.Task[None]] = set()
         self._running: dict[Stream, asyncio.Task[None]] = {}
@@ -189,7 +193,7 @@ class FaultMesh:
         outcome.rest_s = time.monotonic() - started_s
 
     async def settle(self) -> None:
-        """Return once every service is there and nothing is held. Raises TimeoutError."""
+        """Return once every service is there, spare engines too, and nothing is held. Raises TimeoutError."""
         are_there = await self._until_all_there()
         since_s = time.monotonic()
         if not are_there or not await self.listener.until(lambda: not self.held(since_s), REST_WITHIN_S):
@@ -205,7 +209,7 @@ class FaultMesh:
         return loads
 
     def held(self, since_s: float = 0.0) -> list[str]:
-        """Say which workers hold blocks or requests, or have not spoken since."""
+        """Say which workers hold blocks or requests, have not spoken since, or load a spare engine."""
         loads, found = self.worker_loads(), list[str]()
         for name in self._worker_names():
             load = loads.get(name)
@@ -216,6 +220,8 @@ class FaultMesh:
                 found.append(
                     f"{name} holds {load.blocks}, {load.num_running} run, {load.num_queued} wait, {load.state}"
                 )
+            elif load.engine.num_spares < self._num_spares:
+                found.append(f"{name} has {load.engine.num_spares} spare engines")
         return found
 
     async def _send(self, stream: Stream, after_s: float) -> None:
@@ -289,7 +295,7 @@ async def fault_mesh(
     try:
         await supervisor.start_all()
         supervisor.never_give_up()
-        mesh = FaultMesh(supervisor, truth, random.Random(seed), as_operator)
+        mesh = FaultMesh(supervisor, truth, random.Random(seed), as_operator, num_spares=options.spare_engines)
         await mesh.open()
         yield mesh
     finally:
