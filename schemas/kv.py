@@ -71,7 +71,6 @@ class ReadEnd(enum.StrEnum):
     """What was sent is not what it is said to be."""
     HOLDER = "holder"
     CODEC = "codec"
-    ARENA = "arena"
     MEMORY = "device"
     """What the KV of one of the two ends lies in has failed."""
     OTHER = "other"

@@ -141,7 +141,8 @@ class InProcess:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     def close(self) -> None:
-        self._engine = None
+        """End vLLM. Else this process's next engine would be given this one's connector. Idempotent."""
+        self._engine.engine_core.shutdown()
 
 
 def _check_format(own_format: str, kv_format: str) -> None:
