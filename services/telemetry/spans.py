@@ -50,11 +50,12 @@ class OpenSpan:
     is_server: bool
     attributes: dict[str, AttributeValue] = field(default_factory=dict[str, AttributeValue])
 
-    def end(self, attributes: Attributes | None = None, error: str = "") -> None:
+    def end(self, attributes: Attributes | None = None, error: str = "", *, end_ns: int = 0) -> None:
+        """Record the span as having ended now, or at `end_ns`."""
         self.telemetry.record(
             self.name,
             self.parent,
-            (self.start_ns, time.monotonic_ns()),
+            (self.start_ns, end_ns or time.monotonic_ns()),
             {**self.attributes, **(attributes or {})},
             error=error,
             own=self.traceparent,

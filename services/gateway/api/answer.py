@@ -66,10 +66,10 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, observer = self._call, self._observer
-        observer.tokenized(call.num_prompt_tokens)
         self._silent_until_s = asyncio.get_running_loop().time() + self._times.first_output_s
         for number, job in enumerate(call.jobs):
             self._lives.append(self._requests.submit(job, number, self._mailbox))
+        observer.submitted(call.num_prompt_tokens, self._lives[0].times.submitted_ns)
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(self._watch(receive), name=f"watch client of {observer.request_id}")
             try:

@@ -135,12 +135,10 @@ class ChoiceSpans:
         }
         self.telemetry.record(SpanName.MOVE, live.job.trace, (moved_ns, time.monotonic_ns()), attributes)
 
-    def first_token(self, live: LiveRequest, read_ns: int) -> dict[str, float]:
-        """Token 0 was written just now. Return the parts of the TTFT in seconds; none where its worker sent no times.
-
-        `read_ns`: when the request's body had been read.
-        """
-        written_ns, core, times = time.monotonic_ns(), live.core, live.times
+    def first_token(self, live: LiveRequest, read_ns: int, written_ns: int) -> dict[str, float]:
+        """Token 0 was written. Return the parts of the TTFT in seconds, from the request's body having been read; none
+        where its worker sent no times."""
+        core, times = live.core, live.times
         reports = (core.prefill_report, core.report)
         told = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
         fitted = fit_clock(self._undated(told), times.placed_ns, written_ns) if told else None
@@ -185,11 +183,11 @@ class AnswerObserver:
         self._config = telemetry.config
         self._spans = ChoiceSpans(telemetry)
         self._keep = keep
-        self._read_s = time.monotonic()
         self._last_written_s = 0.0
         self._ttft_s: float | None = None
         named = {Key.REQUEST_ID: request_id}
         self._root = telemetry.begin_span(f"POST {route}", parent, named, server=True)
+        self._read_s = self._root.start_ns / 1e9
         self.trace = self._root.traceparent
         self._tokenize = telemetry.begin_span(SpanName.TOKENIZE, self.trace, named, start_ns=self._root.start_ns)
 
@@ -204,14 +202,14 @@ class AnswerObserver:
         self._tokenize.end(error=type(error).__name__)
         self._root.end({Key.OUTCOME: "failed", Key.HTTP_STATUS: 500}, type(error).__name__)
 
-    def tokenized(self, num_prompt_tokens: int) -> None:
-        """The request is understood, and is placed now."""
+    def submitted(self, num_prompt_tokens: int, submitted_ns: int) -> None:
+        """The request was understood, and is being placed since then."""
         self._root.attributes[Key.MODEL] = self._model
-        self._tokenize.end({Key.NUM_TOKENS: num_prompt_tokens})
+        self._tokenize.end({Key.NUM_TOKENS: num_prompt_tokens}, end_ns=submitted_ns)
 
     def wrote(self, choices: Iterable[LiveRequest]) -> None:
         """Tokens of these choices were written just now, all at once."""
-        now_s = time.monotonic()
+        now_s = (now_ns := time.monotonic_ns()) / 1e9
         for choice in choices:
             if 0.0 < choice.times.written_s < now_s:
                 self._metrics.observe(names.ITL, now_s - choice.times.written_s)
@@ -219,7 +217,7 @@ class AnswerObserver:
             if self._ttft_s is None:
                 self._ttft_s = now_s - self._read_s
                 self._metrics.observe(names.TTFT, self._ttft_s, *self._gen_ai, trace=self.trace)
-                for part, seconds in self._spans.first_token(choice, self._root.start_ns).items():
+                for part, seconds in self._spans.first_token(choice, self._root.start_ns, now_ns).items():
                     self._root.attributes[f"{Key.TTFT_PART}.{part}_ms"] = seconds * 1000
                     self._metrics.observe(names.TTFT_PART, seconds, part, trace=self.trace)
 

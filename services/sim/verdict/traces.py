@@ -67,7 +67,8 @@ def trace_problems(
     return problems
 
 
-MAX_RESIDUAL = 0.02
+MAX_RESIDUAL = 0.001
+"""Both ends of a part are dates that its neighbours and the TTFT have too."""
 CLOCK_NS = 1_000_000
 """What two services' dates may differ by: each knows the mesh's clock to half of what a message takes at most."""
 
