@@ -62,7 +62,7 @@ def test_who_dies_finds_room_again(tmp_path: Path) -> None:
             assert engine is not None
             os.kill(engine, signal.SIGKILL)
         for number in range(12):  # their engines come back, though it is full
-            complete(url, number)
+            complete(url, number, waits=True)
         filling.unlink()
         for _ in range(2):
             before = incarnation(tmp_path)
@@ -85,10 +85,18 @@ def await_url(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the mesh did not start")
 
 
-def complete(url: str, number: int) -> None:
+def complete(url: str, number: int, *, waits: bool = False) -> None:
+    """Have a prompt of its own answered. `waits`: until the engines are back, as the mesh says where none is for
+    `gateway.place_wait_s`."""
     prompt = [7 + (number * 31 + at) % 400 for at in range(200)]
     body = {"model": "demo_model", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    until_s = time.monotonic() + 60
+    while True:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        if answer.status_code != 503 or not waits or time.monotonic() > until_s:
+            break
+        assert "is starting again" in answer.text
+        time.sleep(int(answer.headers["retry-after"]))
     assert answer.status_code == 200, answer.text
 
 
