@@ -370,6 +370,7 @@ def kill(trial: Trial) -> None:
     """In a mesh of its own that is answering: processes are killed or replaced, the answer goes on to its end."""
     scratch, port = trial.scratch, free_port()
     up = ["kvmesh", "up", "--prefill", "2", "--decode", "2", "--kv-mib", "64", "--port", str(port)]
+    up += ["--spare-engines", "1"] if "services.engine.child" in trial.command.text else []
     process = scratch.start([f".venv/bin/{up[0]}", *up[1:]])
     body = {"model": "demo_model", "prompt": QUESTION, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with stopped_with(process) as lines:
@@ -377,7 +378,9 @@ def kill(trial: Trial) -> None:
         with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=LIMIT_S) as answer:
             events = (line for line in answer.iter_lines() if line.startswith("data: {"))
             next(events)
-            done = scratch.run(trial.command.text.replace("pkill", f"pkill --parent {process.pid}"))
+            services = subprocess.check_output(["pgrep", "--parent", str(process.pid)], text=True).split()
+            ours = ",".join([str(process.pid), *services])  # engines are children of theirs
+            done = scratch.run(trial.command.text.replace("pkill", f"pkill --parent {ours}"))
             assert done.returncode == 0, done
             assert any('"finish_reason":"length"' in event for event in events)
     assert process.returncode == 0
@@ -436,7 +439,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"nats micro ls.*", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
     (r"kill -TERM PID", drain),
     (r"kvmesh (drain decode-0|restart --rolling)", kill),
-    (r"pkill -KILL -f 'serve decode --id decode-0'", kill),
+    (r"pkill -KILL (-f 'serve decode --id decode-0'|-o -f 'services.engine.child decode-0')", kill),
     (r"docker compose .*", elsewhere("needs a container engine: make compose-test", names_files)),
     (r"pip install .*", elsewhere("installs gigabytes", names_extras)),
 )
@@ -455,10 +458,13 @@ def way_of(command: Fence) -> Try:
     pytest.fail(f"{command}: no pattern of WAYS in {Path(__file__).name} fits: add one that says how this is tried")
 
 
+def all_commands() -> list[Fence]:
+    return [*(each for fence in fences("sh") for each in fence.commands), *table_commands()]
+
+
 def cases() -> list[Any]:
     """Return a case for each command. Of those that start something, `make test` runs README's `make up`."""
-    commands = [*(each for fence in fences("sh") for each in fence.commands), *table_commands()]
-    shown_first = ("README.md", ["make", "up"])
+    commands, shown_first = all_commands(), ("README.md", ["make", "up"])
     is_slow = [_way(each) in (start, serve, kill) and (each.page, each.words) != shown_first for each in commands]
     return [pytest.param(c, marks=[pytest.mark.slow] * slow) for c, slow in zip(commands, is_slow, strict=True)]
 

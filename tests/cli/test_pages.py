@@ -12,6 +12,7 @@ from rich.text import Text
 from schemas.subjects import SUBJECTS
 from services.bus.memory import matches
 from services.errors import UserError
+from tests.cli.test_page_commands import all_commands, way_of
 from tests.pages.listening import END, LISTENING, MAX_TEXT, QUERIES, START, Heard, rewrite, section
 from tests.pages.shots import picture
 
@@ -99,6 +100,11 @@ def test_pictures_are_as_wide_as_they_are_told() -> None:
 
     picture("", 61, draw)
     assert widths == [61]
+
+
+def test_each_command_says_how_it_is_tried() -> None:
+    """What it does is tried at night."""
+    assert all(way_of(command) for command in all_commands())
 
 
 @each_page
