@@ -48,7 +48,7 @@ class Grammars:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         size = threading.stack_size(limits.COMPILER_STACK_BYTES)
         try:  # the first task starts the thread
-            self._tokenizer = self._executor.submit(_tokens_of, tokenizer.to_str(), vocab_size, sorted(eos_token_ids))
+            self._tokenizer = self._executor.submit(tokens_of, tokenizer.to_str(), vocab_size, sorted(eos_token_ids))
         finally:
             threading.stack_size(size)
 
@@ -58,19 +58,14 @@ class Grammars:
         started: Future[Grammar] = Future()
         started.set_running_or_notify_cancel()
 
-        def understood(future: "Future[_Grammar]") -> None:
+        def settle(future: "Future[_Grammar]") -> None:
             if (error := future.exception()) is None:
                 started.set_result(_Answer(future.result(), lambda spent: self._anew(text, spent), self._vocab_size))
             else:  # each has an error of its own, as whoever raises one adds to it
                 started.set_exception(GrammarError(str(error)))
 
-        self._understood(text).add_done_callback(understood)
+        self._understood(text).add_done_callback(settle)
         return started
-
-    def knows(self, text: str) -> bool:
-        with self._lock:
-            future = self._kept.get(text)
-        return future is not None and future.done() and future.exception() is None
 
     def _understood(self, text: str) -> "Future[_Grammar]":
         with self._lock:
@@ -96,19 +91,9 @@ class Grammars:
             num_characters -= len(text)
 
     def _understand(self, text: str) -> "_Grammar":
-        if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise GrammarError(f"it has {len(text)} characters, and at most {MAX_GRAMMAR_CHARACTERS} are taken")
         if (error := self._tokenizer.exception()) is not None:
             raise GrammarError(str(error))
-        tokenizer = self._tokenizer.result()
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
-        _check(matcher)
-        if warnings := matcher.get_grammar_warnings():
-            raise GrammarError(_line("; ".join(warnings)))
-        first = matcher.deep_copy()
-        first.compute_bitmask()  # that nothing satisfies it is seen here at times
-        _check(first)
-        return _Grammar(matcher, tokenizer.vocab_size)
+        return understood(self._tokenizer.result(), text)
 
 
 class _Grammar(NamedTuple):
@@ -116,6 +101,21 @@ class _Grammar(NamedTuple):
 
     matcher: LLMatcher
     num_bits: int
+
+
+def understood(tokenizer: LLTokenizer, text: str) -> _Grammar:
+    """Return a grammar, ready for its first answer. Raises GrammarError. Takes seconds and GiB for a hostile one: the
+    library bounds the states that it makes, and not the work of comparing them."""
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(f"it has {len(text)} characters, and at most {MAX_GRAMMAR_CHARACTERS} are taken")
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+    _check(matcher)
+    if warnings := matcher.get_grammar_warnings():
+        raise GrammarError(_line("; ".join(warnings)))
+    first = matcher.deep_copy()
+    first.compute_bitmask()  # that nothing satisfies it is seen here at times
+    _check(first)
+    return _Grammar(matcher, tokenizer.vocab_size)
 
 
 class _Answer:
@@ -167,7 +167,8 @@ def lark_of_gbnf(text: str) -> str:
         raise GrammarError(_line(str(error))) from error
 
 
-def _tokens_of(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+def tokens_of(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """Return a tokenizer's tokens as grammars have them, of its JSON. Raises GrammarError."""
     if not eos_token_ids:
         raise GrammarError("this model has no token that ends a text, which structured output needs")
     try:
@@ -192,7 +193,7 @@ def _check(matcher: LLMatcher) -> None:
 def _line(error: str) -> str:
     """Return what the library says of an error, without the text that it quotes."""
     first, _, rest = error.strip().partition("\n")
-    if (found := re.search(r"^\s*error: (.+)", rest, re.MULTILINE)) is not None:  # a regular expression's
+    if (found := re.search(r"^[ \t]*error: (.+)", rest, re.MULTILINE)) is not None:  # a regular expression's
         return found[1]
     return re.sub(
         r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", first.removesuffix("<non-verbose/>")

@@ -279,15 +279,3 @@ class EngineCallbacks(NamedTuple):
 
 StartGrammar = Callable[[str], "Future[Grammar]"]
 """Begins to understand a grammar's text for one answer; the future has a GrammarError where it cannot be."""
-
-
-class KeptGrammars(Protocol):
-    """Grammars that are kept once they are understood."""
-
-    def compile(self, text: str) -> "Future[Grammar]":
-        """As `StartGrammar`."""
-        ...
-
-    def knows(self, text: str) -> bool:
-        """Say whether a grammar was understood before, and is kept."""
-        ...

@@ -117,6 +117,35 @@ MAX_NAMED_TOKENS = 1_024
 MAX_SCHEMA_BYTES = 64 * 1024
 """A JSON Schema may be so long: 0.2 s to understand, 8 MB for a worker to keep."""
 
+GRAMMAR_CPU_S = 2.0
+"""What may be spent on understanding a grammar, of which the largest that people have need a quarter. Workers spend it
+again, each once."""
+
+GRAMMAR_BYTES = 160 << 20
+"""The same in memory, its stack included."""
+
+GRAMMAR_STACK_BYTES = 64 << 20
+"""Of the stack: it calls itself for each rule of a chain of rules. Workers have more."""
+
+GRAMMAR_CHILD_S = 30.0
+"""So long the process that understands grammars may take to start, and load the model's tokens."""
+
+GRAMMAR_END_S = 0.05
+"""Whether it has ended itself, or one of its copies, is seen within this."""
+
+GRAMMAR_NICE = 5
+"""So much it gives way to who answers: a third of their time where all want some."""
+
+GRAMMARS_AT_ONCE = 2
+"""Grammars that are understood at a time, one of a tenant."""
+
+GRAMMAR_BYTES_A_BYTE = 2
+"""A byte of what was asked for may take so many in a message to a worker."""
+
+MAX_KEPT_GRAMMARS = 256
+MAX_KEPT_GRAMMAR_BYTES = 4 * 1024 * 1024
+"""Grammars that were understood, and are not again: those asked for last."""
+
 MAX_CLIENT_GRAMMAR_CHARACTERS = 32 * 1024
 """A client's own grammar, or all of its choices."""
 

@@ -13,9 +13,9 @@ from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.checkpoint import default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.grammar import Grammars
 from services.engine.tokenizer import read_tokenizer
 from services.errors import CheckpointError, UserError
+from services.gateway.api.grammars import GrammarProcess
 from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, GatewayApp, make_gateway
@@ -102,6 +102,6 @@ def load_model(config: MeshConfig) -> GatewayModel:
         eos_token_ids=ends,
         layout=layout,
         num_worker_tokens=max_sequence_tokens(shape, config.worker.token_budget) or checkpoint.context_length,
-        grammars=Grammars(tokenizer.tokenizer, checkpoint.vocab_size, ends),
+        grammars=GrammarProcess(tokenizer.tokenizer, checkpoint.vocab_size, ends),
         tool_format=tool_format,
     )

@@ -237,6 +237,7 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
             from services.gateway.service import load_model, run_gateway
 
             model = load_model(config)
+            model.grammars.load_tokens()
             sock = bind(config.gateway.host, config.gateway.port)
             gateway_id = GatewayId(identity.name) if identity else None
             return lambda bus, telemetry, stop, ready: run_gateway(

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.engine.interface import Grammar, GrammarError
+from services.gateway.api.constraints import Constraint, understand
 
 _TEXT = re.compile(r"brackets ([1-9])")
 _KINDS = 6
@@ -60,8 +61,16 @@ class BracketGrammars:
             started.set_exception(GrammarError(f"{text!r} is not `brackets` and their depth"))
         return started
 
-    def knows(self, text: str) -> bool:
-        return _TEXT.fullmatch(text) is not None
+    def load_tokens(self) -> None:
+        """Implements `GrammarReader`: there is nothing to load."""
+
+    def read_grammar(self, constraint: Constraint, timeout_s: float) -> str:
+        """Implements `GrammarReader`, at once."""
+
+        def check(text: str) -> None:
+            self.compile(text).result()
+
+        return understand(constraint, check)
 
 
 def is_document(answer: Seq[int], max_depth: int, eos: int) -> bool:

@@ -38,6 +38,10 @@ class Checkpoint:
     def grammar(self, text: str) -> Grammar:
         return self.grammars.compile(text).result(60)
 
+    def check(self, text: str) -> None:
+        """Raise GrammarError for a grammar that cannot be held."""
+        self.grammar(text)
+
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -11,10 +11,12 @@ import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from tokenizers import Tokenizer
 
+from services.gateway.api.constraints import understand
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import decode_body
 from services.gateway.api.prepare import GatewayModel, Prepared, prepare
 from services.gateway.api.text import TextCodec
+from tests.engine.grammar_rig import Checkpoint
 from tests.gateway.conftest import OpenRig, Rig
 
 PATH = "/v1/chat/completions"
@@ -43,15 +45,14 @@ def prepared(model: GatewayModel, **fields: Any) -> Prepared:
     return prepare(model, decode_body(json.dumps(body).encode(), is_chat=True))
 
 
-def takes(model: GatewayModel, grammar: str, text: str) -> bool:
-    """Say whether an answer may be this text, and end there."""
-    state = model.grammars.compile(grammar).result(10)
-    taken: list[int] = []
-    for token in [*model.codec.encode(text), min(model.eos_token_ids)]:
-        if not state.allowed(taken)[token]:
-            return False
-        taken.append(token)
-    return True
+@pytest.fixture(scope="module")
+def demo() -> Checkpoint:
+    return Checkpoint("demo", Path())
+
+
+def grammar_of(found: Prepared, demo: Checkpoint) -> str:
+    assert found.constraint is not None
+    return understand(found.constraint, demo.check)
 
 
 async def test_a_call_is_told_as_openai_tells_it(open_rig: OpenRig) -> None:
@@ -123,21 +124,21 @@ async def test_what_the_choice_of_tools_changes(
     ],
 )
 def test_what_an_answer_is_held_to(
-    model: GatewayModel, fields: dict[str, Any], good: list[str], bad: list[str]
+    model: GatewayModel, demo: Checkpoint, fields: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    grammar = prepared(model, tools=[WEATHER, CLOCK], **fields).options.sampling.grammar
+    grammar = grammar_of(prepared(model, tools=[WEATHER, CLOCK], **fields), demo)
     for text in good:
-        assert takes(model, grammar, text), text
+        assert demo.takes(grammar, text), text
     for text in bad:
-        assert not takes(model, grammar, text), text
+        assert not demo.takes(grammar, text), text
 
 
-def test_strict_tools_are_held_where_the_model_may_call(model: GatewayModel) -> None:
+def test_strict_tools_are_held_where_the_model_may_call(model: GatewayModel, demo: Checkpoint) -> None:
     assert prepared(model, tools=[WEATHER]).constraint is None
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
-    grammar = prepared(model, tools=[strict]).options.sampling.grammar
-    assert takes(model, grammar, "Hello {") and takes(model, grammar, f"So: {CALL}")
-    assert not takes(model, grammar, f"So: {BONN}")
+    grammar = grammar_of(prepared(model, tools=[strict]), demo)
+    assert demo.takes(grammar, "Hello {") and demo.takes(grammar, f"So: {CALL}")
+    assert not demo.takes(grammar, f"So: {BONN}")
 
 
 @pytest.mark.parametrize(
@@ -241,13 +242,13 @@ def test_reasoning_is_split_off(thinker: GatewayModel) -> None:
     ],
 )
 def test_thoughts_come_before_what_is_held(
-    thinker: GatewayModel, fields: dict[str, Any], good: list[str], bad: list[str]
+    thinker: GatewayModel, demo: Checkpoint, fields: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    grammar = prepared(thinker, response_format=SCHEMA, **fields).options.sampling.grammar
+    grammar = grammar_of(prepared(thinker, response_format=SCHEMA, **fields), demo)
     for text in good:
-        assert takes(thinker, grammar, text), text
+        assert demo.takes(grammar, text), text
     for text in bad:
-        assert not takes(thinker, grammar, text), text
+        assert not demo.takes(grammar, text), text
 
 
 async def test_a_form_of_calls_that_is_not_known(model: GatewayModel) -> None:

@@ -1,19 +1,12 @@
 """What clients may say that an answer must be: what is held, neutral, or refused by name and place."""
 
-import asyncio
-import contextlib
 import json
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer, models
 
-from services.engine.grammar import Grammars
-from services.engine.interface import Grammar, StartGrammar
 from services.gateway import limits
 from services.gateway.api import constraints
 from services.gateway.api.constraints import (
@@ -22,19 +15,16 @@ from services.gateway.api.constraints import (
     ResponseFormat,
     StructuredOutputs,
     Thoughts,
-    check_constraint,
-    check_in_turn,
+    Written,
     check_together,
     joined,
+    understand,
 )
-from services.gateway.api.guard import NotNowError
 from services.gateway.api.invalid import InvalidRequestError
-from services.gateway.api.json_schema import FORMATS, HELD, NEUTRAL
+from services.gateway.api.json_schema import FORMATS, HELD, NEUTRAL, CheckGrammar
 from services.gateway.api.openai import decode_body
 from services.gateway.api.prepare import constraint_in
-from services.gateway.api.turn import Turn
 from tests.engine.grammar_rig import Checkpoint
-from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +42,19 @@ def named(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
-def constraint_of(asked: dict[str, Any], start: StartGrammar) -> str:
+def constraint_of(asked: dict[str, Any], check: CheckGrammar) -> str:
     """Return the grammar of a body with these fields, through JSON and its types."""
     body = decode_body(json.dumps({"model": "m", "prompt": "p"} | asked).encode(), is_chat=False)
     constraint = constraint_in(body)
     if constraint is None:
         return ""
     check_together(constraint, ignore_eos=bool(body.ignore_eos), allowed_token_ids=body.allowed_token_ids or ())
-    check_constraint(constraint, start)
-    return constraint.grammar
+    return understand(constraint, check)
 
 
 def refusal(demo: Checkpoint, **asked: object) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as raised:
-        constraint_of(asked, demo.grammars.compile)
+        constraint_of(asked, demo.check)
     return raised.value
 
 
@@ -96,16 +85,16 @@ def refusal(demo: Checkpoint, **asked: object) -> InvalidRequestError:
     ],
 )
 def test_what_is_asked_for_is_held(demo: Checkpoint, asked: dict[str, Any], good: str, bad: str) -> None:
-    grammar = constraint_of(asked, demo.grammars.compile)
+    grammar = constraint_of(asked, demo.check)
     assert demo.takes(grammar, good) and not demo.takes(grammar, bad)
 
 
 def test_what_asks_for_nothing(demo: Checkpoint) -> None:
     names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     for asked in ({}, dict.fromkeys(names), {"response_format": {"type": "text"}}, {"guided_decoding_backend": "any"}):
-        assert constraint_of(asked, demo.grammars.compile) == ""
+        assert constraint_of(asked, demo.check) == ""
     asked = {"response_format": {"type": "text"}, "guided_regex": "a"}
-    assert constraint_of(asked, demo.grammars.compile) == "start: /a/"
+    assert constraint_of(asked, demo.check) == "start: /a/"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +141,7 @@ def test_what_asks_for_nothing(demo: Checkpoint) -> None:
 )  # fmt: skip
 def test_what_is_refused(demo: Checkpoint, asked: dict[str, Any], param: str | None, message: str) -> None:
     if param is None:  # an empty one asks for nothing
-        assert constraint_of(asked, demo.grammars.compile)
+        assert constraint_of(asked, demo.check)
         return
     error = refusal(demo, **asked)
     assert error.param == param and message in error.message and error.status == 400
@@ -164,8 +153,9 @@ def test_what_is_refused(demo: Checkpoint, asked: dict[str, Any], param: str | N
     [
         ({"guided_json": {"description": "x" * limits.MAX_SCHEMA_BYTES}}, "bytes"),
         ({"guided_json": {"enum": ["x" * (limits.MAX_LITERAL_CHARACTERS + 1)]}}, "at /enum: a text of"),
-        ({"guided_json": {"const": [{"y" * (limits.MAX_LITERAL_CHARACTERS + 1): 1}]}}, "at /const: a text of"),
-        ({"guided_json": {"properties": {"x" * (limits.MAX_LITERAL_CHARACTERS + 1): {}}}}, "a text of"),
+        ({"guided_json": {"const": [{"y" * (limits.MAX_LITERAL_CHARACTERS + 1): 1}]}}, "characters in a name"),
+        ({"guided_json": {"properties": {"x" * (limits.MAX_LITERAL_CHARACTERS + 1): {}}}}, "characters in a name"),
+        ({"guided_json": {"$defs": {"😀" + "/" * 31_000: {"anyOf": [{}] * 3_400}}}}, "characters in a name"),
         ({"guided_regex": "x" * (limits.MAX_REGEX_CHARACTERS + 1)}, "characters"),
         ({"guided_grammar": f'start: "{"x" * limits.MAX_CLIENT_GRAMMAR_CHARACTERS}"'}, "characters"),
         ({"guided_choice": ["x" * (limits.MAX_LITERAL_CHARACTERS + 1)]}, "characters in one"),
@@ -181,73 +171,8 @@ def test_what_is_too_large(demo: Checkpoint, asked: dict[str, Any], message: str
     assert message in refusal(demo, **asked).message
 
 
-class Held(Grammars):
-    """Those of a checkpoint; one that is made of `SLOW` is understood when it is let."""
-
-    SLOW = Constraint("guided_json", 'start: "slow"', {"guided_json": True})
-    GOOD = Constraint("guided_regex", "start: /good/")
-
-    def __init__(self, demo: Checkpoint) -> None:
-        super().__init__(demo.tokenizer, demo.vocab_size, demo.eos)
-        self.asked: list[str] = []
-        self.go = threading.Event()
-
-    def compile(self, text: str) -> "Future[Grammar]":
-        self.asked.append(text)
-        if text == self.SLOW.grammar:
-            assert self.go.wait(60)
-        return super().compile(text)
-
-
-async def test_what_takes_too_long(demo: Checkpoint) -> None:
-    held = Held(demo)
-    with pytest.raises(InvalidRequestError, match=r"takes over 0\.01 s") as raised:
-        await check_in_turn(held.SLOW, held, Turn("", 60.0), 0.01)
-    held.go.set()
-    assert (raised.value.param, raised.value.code) == ("guided_json", "invalid_schema")
-
-
-async def test_a_good_grammar_is_not_blamed_for_the_slow_ones_before_it(demo: Checkpoint) -> None:
-    held, turn = Held(demo), Turn("others are first", 0.01)
-    await check_in_turn(held.GOOD, held, turn, 60.0)
-    with pytest.raises(InvalidRequestError, match="takes over"):
-        await check_in_turn(held.SLOW, held, turn, 0.01)
-    await check_in_turn(held.GOOD, held, turn, 0.0)  # it is known: it waits for nobody
-    fresh = Constraint("guided_regex", "start: /fresh/")
-    with pytest.raises(NotNowError, match="others are first") as refused:
-        await check_in_turn(fresh, held, turn, 60.0)
-    assert refused.value.fail.status == 503 and refused.value.fail.retry_after_ms > 0
-    assert fresh.grammar not in held.asked
-    held.go.set()
-
-    async def is_understood() -> bool:
-        with contextlib.suppress(NotNowError):
-            await check_in_turn(fresh, held, turn, 60.0)
-            return True
-        return False
-
-    await until(is_understood)
-
-
-async def test_who_waits_has_all_its_time_once_it_is_its_turn(demo: Checkpoint) -> None:
-    held, turn = Held(demo), Turn("", 60.0)
-    first = asyncio.create_task(check_in_turn(held.SLOW, held, turn, 60.0))
-    await until(lambda: len(held.asked) >= 1)
-    second = asyncio.create_task(check_in_turn(held.GOOD, held, turn, 60.0))
-    for _ in range(10):  # as far as it comes by itself
-        await asyncio.sleep(0)
-    assert not first.done() and not second.done() and held.asked == [held.SLOW.grammar]
-    held.go.set()
-    await asyncio.gather(first, second)
-
-
-def test_a_checkpoint_without_an_end() -> None:
-    with pytest.raises(InvalidRequestError, match="no token that ends a text"):
-        constraint_of({"guided_regex": "a"}, Grammars(Tokenizer(models.WordLevel()), 10, []).compile)
-
-
 def test_what_contradicts_a_grammar(demo: Checkpoint) -> None:
-    check_together(Constraint("guided_regex", "start: /a/"), ignore_eos=False, allowed_token_ids=())
+    check_together(Constraint(Written("guided_regex", "regex", "a")), ignore_eos=False, allowed_token_ids=())
     for field, value in (("ignore_eos", True), ("allowed_token_ids", [1])):
         error = refusal(demo, guided_regex="a", **{field: value})
         assert error.param == field and f"`{field}` contradicts `guided_regex`" in error.message
@@ -335,7 +260,7 @@ def test_each_keyword_stands_in_a_table() -> None:
 @pytest.mark.parametrize("keyword", HELD_CASES)
 def test_a_keyword_that_is_held(demo: Checkpoint, keyword: str) -> None:
     for schema, good, bad in HELD_CASES[keyword]:
-        grammar = constraint_of({"guided_json": schema}, demo.grammars.compile)
+        grammar = constraint_of({"guided_json": schema}, demo.check)
         for text in good:
             assert demo.takes(grammar, text), (schema, text)
         for text in bad:
@@ -344,7 +269,7 @@ def test_a_keyword_that_is_held(demo: Checkpoint, keyword: str) -> None:
 
 @pytest.mark.parametrize("name", FORMAT_CASES)
 def test_a_format_that_is_held(demo: Checkpoint, name: str) -> None:
-    grammar = constraint_of({"guided_json": {"type": "string", "format": name}}, demo.grammars.compile)
+    grammar = constraint_of({"guided_json": {"type": "string", "format": name}}, demo.check)
     good, bad = FORMAT_CASES[name]
     assert demo.takes(grammar, json.dumps(good)) and not demo.takes(grammar, json.dumps(bad))
 
@@ -379,7 +304,7 @@ def test_a_format_that_is_refused(demo: Checkpoint, name: Any) -> None:
 @pytest.mark.parametrize("keyword", [*sorted(NEUTRAL), "x-anything"])
 def test_a_keyword_that_is_neutral(demo: Checkpoint, keyword: str) -> None:
     schema = {"type": "integer", keyword: NEUTRAL_VALUES.get(keyword, "text")}
-    grammar = constraint_of({"guided_json": schema}, demo.grammars.compile)
+    grammar = constraint_of({"guided_json": schema}, demo.check)
     assert demo.takes(grammar, "1") and not demo.takes(grammar, '"1"')
 
 
@@ -420,14 +345,15 @@ def test_a_bad_schema_is_refused_with_its_place(demo: Checkpoint, schema: Any, m
 
 def test_a_schema_that_is_nested_without_end(demo: Checkpoint) -> None:
     schema: Any = {}
-    for _ in range(400):
+    for depth in range(700):
         schema = {"items": schema}
-    assert "cannot be held" in refusal(demo, guided_json=schema).message
+        if depth in (limits.MAX_JSON_DEPTH, 699):
+            assert f"nested deeper than {limits.MAX_JSON_DEPTH}" in refusal(demo, guided_json=schema).message
     assert refusal(demo, guided_json='{"items":' * 20_000 + "{}" + "}" * 20_000).param == "guided_json"
 
 
 def test_white_space_has_an_end(demo: Checkpoint) -> None:
-    grammar = constraint_of({"guided_json": {"type": "array"}}, demo.grammars.compile)
+    grammar = constraint_of({"guided_json": {"type": "array"}}, demo.check)
     for good in ("[1, 2]", f"[\n{' ' * limits.MAX_INDENT}1\r\n\t]", "[ 1 ,\n2\n]"):
         assert demo.takes(grammar, good), good
     for bad in ("[  1]", f"[\n{' ' * (limits.MAX_INDENT + 1)}1]", "[\n\n1]", " []", "[] "):
@@ -445,9 +371,10 @@ def test_thoughts_come_before_the_document(thinker: Checkpoint, demo: Checkpoint
         return Marker(text, model.tokenizer.token_to_id(text))
 
     assert (marker("</think>").token_id is not None) == is_token
-    document = constraint_of({"guided_json": {"type": "integer"}}, model.grammars.compile)
-    inside = joined([document], Thoughts(marker("</think>")))
-    check_constraint(Constraint("reasoning", inside), model.grammars.compile)
+    document = constraint_of({"guided_json": {"type": "integer"}}, model.check)
+    written = Written("guided_json", "schema", '{"type": "integer"}')
+    inside = understand(Constraint(written, None, Thoughts(marker("</think>"))), model.check)
+    assert inside == joined([document], Thoughts(marker("</think>")))
     for good in ("</think>12", "so: {\n\n<b> é</think>3", "a</think>\n\n3"):
         assert model.takes(inside, good), good
     for bad in ("12", "a</think>b", "a</think>\n\n\n3", "a</think>1</think>2", "</think>"):
@@ -474,5 +401,5 @@ def test_a_grammar_of_any_kind_may_follow_thoughts(demo: Checkpoint) -> None:
         ({"guided_grammar": 'root ::= "a" b\nb ::= "c"'}, "ac"),
         ({"guided_grammar": "start: A\nA: /x+/"}, "xx"),
     ):
-        grammar = joined([constraint_of(asked, demo.grammars.compile)], Thoughts(Marker("</think>")))
+        grammar = joined([constraint_of(asked, demo.check)], Thoughts(Marker("</think>")))
         assert demo.takes(grammar, f"hm</think>{good}") and not demo.takes(grammar, f"hm</think>{good}?")

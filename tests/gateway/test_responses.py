@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage
 
+from services.gateway.api.constraints import understand
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.prepare import GatewayModel, prepare
 from services.gateway.api.responses import Responses
@@ -26,7 +27,9 @@ def refusal(model: GatewayModel, **fields: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as raised:
         responses = asked(**fields)
         with responses.own_names():
-            prepare(model, responses.chat)
+            prepared = prepare(model, responses.chat)
+            assert prepared.constraint is not None
+            understand(prepared.constraint, lambda _: None)
     return raised.value
 
 

@@ -133,12 +133,12 @@ async def test_one_long_body_is_understood_at_a_time_and_short_ones_do_not_wait(
 
     long = limits.MAX_SHORT_BODY_BYTES + 1
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(bodies.understand(long, lambda: work("first")))
+        first = tasks.create_task(bodies.understand("a", long, lambda: work("first")))
         await until(lambda: running == ["first"])
-        second = tasks.create_task(bodies.understand(long, lambda: work("second")))
-        middle = tasks.create_task(bodies.understand(limits.MAX_SHORT_BODY_BYTES, lambda: work("middle")))
+        second = tasks.create_task(bodies.understand("a", long, lambda: work("second")))
+        middle = tasks.create_task(bodies.understand("a", limits.MAX_SHORT_BODY_BYTES, lambda: work("middle")))
         await until(lambda: running == ["first", "middle"])
-        assert await bodies.understand(10, lambda: "short") == "short"
+        assert await bodies.understand("a", 10, lambda: "short") == "short"
         assert not second.done()
         go.set()
     assert [first.result(), second.result(), middle.result()] == ["first", "second", "middle"]
@@ -148,20 +148,20 @@ async def test_one_long_body_is_understood_at_a_time_and_short_ones_do_not_wait(
 async def test_who_would_wait_long_for_a_turn_is_told_so() -> None:
     bodies, go = Bodies(GatewayTimes(turn_s=0.01)), threading.Event()
     long = limits.MAX_SHORT_BODY_BYTES + 1
-    first = asyncio.create_task(bodies.understand(long, lambda: go.wait(60)))
+    first = asyncio.create_task(bodies.understand("a", long, lambda: go.wait(60)))
     await asyncio.sleep(0)
     with pytest.raises(NotNowError):
-        await bodies.understand(long, lambda: None)
+        await bodies.understand("a", long, lambda: None)
     first.cancel()  # a thread goes on all the same, and so does its turn
     with pytest.raises(asyncio.CancelledError):
         await first
     with pytest.raises(NotNowError):
-        await bodies.understand(long, lambda: None)
+        await bodies.understand("a", long, lambda: None)
     go.set()
 
     async def has_its_turn() -> bool:
         try:
-            return await bodies.understand(long, lambda: True)
+            return await bodies.understand("a", long, lambda: True)
         except NotNowError:
             return False
 

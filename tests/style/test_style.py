@@ -25,6 +25,7 @@ TASKS_OUTSIDE_A_GROUP = {
 """Every other task belongs to an asyncio.TaskGroup, which ends it and hears of its error."""
 WRITES_FOR_ALL = {
     "services/bench/drive/make_checkpoint.py": "weights of nobody's, for a measurement",
+    "services/gateway/api/grammar_child.py": "tells the kernel whom to end first where memory is short",
 }
 """Everything else that a service writes is its owner's alone: `services/files.py` makes it."""
 CATCH_ASSERTIONS = {

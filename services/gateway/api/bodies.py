@@ -27,9 +27,9 @@ _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate
 
 @dataclass(slots=True)
 class _Share:
-    """What one body counts for. `owner`: the tenant and the address that it comes from."""
+    """What one body of this owner counts for."""
 
-    owner: tuple[str, str]
+    owner: str
     max_bytes: int
     num_bytes: int = 0
 
@@ -39,7 +39,7 @@ class Bodies:
     """The bodies that one gateway is reading or understanding."""
 
     times: GatewayTimes
-    num_bytes: Counter[tuple[str, str]] = field(default_factory=lambda: Counter[tuple[str, str]]())
+    num_bytes: Counter[str] = field(default_factory=lambda: Counter[str]())
     """What of them counts for the bound, by owner."""
     _turn: Turn = field(init=False)
 
@@ -54,7 +54,7 @@ class Bodies:
 
         Raises InvalidRequestError for one that is too long or too slow, and NotNowError.
         """
-        share = _Share((tenant, request.client.host if request.client else ""), max_bytes)
+        share = _Share(owner_of(request, tenant), max_bytes)
         try:
             yield await self._read(request, min(timeout_s, self.times.body_s), share)
         finally:
@@ -62,7 +62,7 @@ class Bodies:
             if not self.num_bytes[share.owner]:
                 del self.num_bytes[share.owner]
 
-    async def understand(self, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
+    async def understand(self, owner: str, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
         """Return the result of `work`, which understands a body of so many bytes. Raises NotNowError.
 
         What a short one takes is over at once. Longer ones are left to threads: several of some length, one of those
@@ -72,7 +72,7 @@ class Bodies:
             return work()
         if num_bytes <= limits.MAX_SHORT_BODY_BYTES:
             return await asyncio.to_thread(work)
-        return await self._turn.work(work)
+        return await self._turn.work(owner, work)
 
     async def _read(self, request: Request[object, object, State], timeout_s: float, share: _Share) -> bytes:
         chunks: list[bytes] = []
@@ -103,6 +103,11 @@ class Bodies:
             raise NotNowError("overloaded", f"the bodies of other requests already have {all_bytes - more} bytes")
         self.num_bytes[share.owner] = own
         share.num_bytes += more
+
+
+def owner_of(request: Request[object, object, State], tenant: str) -> str:
+    """Return whose share a request takes: its tenant's, and where there are none that of the address it is from."""
+    return tenant or (request.client.host if request.client else "")
 
 
 async def _arriving(request: Request[object, object, State], silence_s: float) -> AsyncGenerator[bytes]:

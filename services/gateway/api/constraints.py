@@ -1,33 +1,35 @@
 """What clients say an answer must be (OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`), as one
 grammar for the workers.
 
-A grammar is understood by the gateway (`check_in_turn`) before any worker sees it.
+What was written is bounded here, before anything looks into it (`constraint_of`). It is understood (`understand`) in a
+process that may die of it: `services/gateway/api/grammar_child.py`.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, cast
 
 import msgspec
 
 from services.engine.grammar import lark_of_gbnf, lark_of_regex
-from services.engine.interface import GrammarError, KeptGrammars, StartGrammar
+from services.engine.interface import GrammarError
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.json_schema import (
+    CheckGrammar,
     Schema,
     blame,
+    bounded_json,
     check_schema,
     json_of_schema,
     problem_of,
     too_large,
 )
-from services.gateway.api.turn import Turn
 
-_JSON_IN_LARK = re.compile(r"%json(?:\s|//[^\n]*\n|#[^\n]*\n)*(?=\{)")
-_TEMPERATURE_IN_LARK = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)
-_LARK_START = re.compile(r"^\s*(?:%llguidance\b|start\s*(?:\[[^\]\n]*\]\s*)?:(?!:=))", re.MULTILINE)
+_SPACE_IN_LARK = re.compile(r"(?:\s|//[^\n]*\n|#[^\n]*\n)*+")
+_TEMPERATURE_IN_LARK = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\btemperature\b", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*(?:\[[^\]\n]*\][ \t]*)?:(?!:=))", re.MULTILINE)
 
 
 class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -70,18 +72,56 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     structural_tag: Any = None
 
 
-class Constraint(NamedTuple):
-    """What an answer must be: the field that asks for it, and a grammar in Lark. `schemas`: those that it is made of,
-    by the field that has each."""
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """What a client, or the gateway for it (`lark`), wrote of an answer's text, and the field that has it. A schema is
+    in JSON, a `grammar` in Lark or GBNF. `compact`: JSON without any white space."""
 
     param: str
+    kind: Literal["schema", "regex", "grammar", "lark"]
+    text: str
+    compact: bool = False
+
+
+class Calls(msgspec.Struct, frozen=True, array_like=True):
+    """Calls of tools as an answer: their grammar in Lark, and the schemas that it is made of, each in JSON, by the
+    fields that have them."""
+
     grammar: str
-    schemas: Mapping[str, Schema] = {}
+    schemas: tuple[tuple[str, str], ...]
+
+
+class Marker(msgspec.Struct, frozen=True, array_like=True):
+    """What opens or closes a model's thoughts, as text; and its id, where it is a special or an added token."""
+
+    text: str
+    token_id: int | None = None
+
+
+class Thoughts(msgspec.Struct, frozen=True, array_like=True):
+    """What a model may write before its answer proper. Without `begin` the prompt has opened them, and they must be
+    closed; with it the model may also write none."""
+
+    end: Marker
+    begin: Marker | None = None
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must be, bounded and not yet understood: a document, calls, or either; before it thoughts."""
+
+    document: Written | None = None
+    calls: Calls | None = None
+    thoughts: Thoughts | None = None
+
+    @property
+    def param(self) -> str:
+        """The field that asks for it."""
+        return "tools" if self.document is None else self.document.param
 
     @property
     def code(self) -> str:
         """The error's, where it cannot be held."""
-        return "invalid_schema" if self.schemas else "invalid_grammar"
+        has_schemas = self.calls is not None or (self.document is not None and self.document.kind == "schema")
+        return "invalid_schema" if has_schemas else "invalid_grammar"
 
 
 def constraint_of(
@@ -90,7 +130,7 @@ def constraint_of(
     guided: StructuredOutputs | None = None,
 ) -> Constraint | None:
     """Return what a body's fields ask for. `guided` has the values of vLLM's older `guided_json` and its like. Raises
-    InvalidRequestError for what cannot be held, is too large, or more than one. `check_in_turn` has to follow."""
+    InvalidRequestError for what is too large, or more than one."""
     found = _response_format(response_format)
     if structured_outputs is not None:
         more = list(_structured_outputs(structured_outputs, "structured_outputs."))
@@ -103,35 +143,36 @@ def constraint_of(
     if len(found) > 1:
         names = f"`{found[0].param}` and `{found[1].param}`"
         raise InvalidRequestError(f"{names} cannot both say what the answer must be", found[1].param)
-    return found[0] if found else None
+    return Constraint(found[0]) if found else None
 
 
-async def check_in_turn(constraint: Constraint, grammars: KeptGrammars, turn: Turn, timeout_s: float) -> None:
-    """As `check_constraint`, once it is this one's turn, and within `timeout_s`. Raises NotNowError too: others'
-    grammars are no fault of this one."""
-    if grammars.knows(constraint.grammar):
-        return
+def understand(constraint: Constraint, check: CheckGrammar) -> str:
+    """Return the grammar of such an answer, in Lark. Raises InvalidRequestError for what would not be held, or that no
+    answer satisfies. Blocks, and may take whatever time and memory there is: only `grammar_child` calls it."""
+    document, calls = constraint.document, constraint.calls
+    grammars, schemas = list[str](), dict[str, Schema]()
+    if document is not None:
+        if document.kind == "schema":
+            schemas[document.param] = msgspec.json.decode(document.text)
+        grammars.append(_lark_of(document))
+    if calls is not None:
+        grammars.append(calls.grammar)
+        for name, schema in calls.schemas:
+            schemas[name] = msgspec.json.decode(schema)
+            check_schema(schemas[name], name)
+    grammar = joined(grammars, constraint.thoughts)
     try:
-        await turn.work(lambda: check_constraint(constraint, grammars.compile), timeout_s)
-    except TimeoutError as error:
-        message = f"`{constraint.param}` takes over {timeout_s:g} s to understand: simplify it"
-        raise InvalidRequestError(message, constraint.param, constraint.code) from error
-
-
-def check_constraint(constraint: Constraint, start: StartGrammar) -> None:
-    """Raise InvalidRequestError unless this can be understood, and some answer satisfies it. Blocks."""
-    param, grammar, schemas = constraint
-    try:
-        start(grammar).result()
+        check(grammar)
     except GrammarError as error:
-        place, reason = "", str(error)
+        param, place, reason = constraint.param, "", str(error)
         for name, schema in schemas.items():
-            problem = reason if len(schemas) == 1 else problem_of(schema, start)
+            problem = reason if len(schemas) == 1 else problem_of(schema, check)
             if problem:
-                param, (place, reason) = name, blame(schema, problem, start)
+                param, (place, reason) = name, blame(schema, problem, check)
                 break
         where = f" at {place}" if place else ""
         raise InvalidRequestError(f"`{param}`{where} cannot be held: {reason}", param, constraint.code) from error
+    return grammar
 
 
 def check_together(constraint: Constraint, *, ignore_eos: bool, allowed_token_ids: Sequence[int]) -> None:
@@ -139,21 +180,6 @@ def check_together(constraint: Constraint, *, ignore_eos: bool, allowed_token_id
     name = "ignore_eos" if ignore_eos else "allowed_token_ids" if allowed_token_ids else ""
     if name:
         raise InvalidRequestError(f"`{name}` contradicts `{constraint.param}`, which says where the answer ends", name)
-
-
-class Marker(NamedTuple):
-    """What opens or closes a model's thoughts, as text; and its id, where it is a special or an added token."""
-
-    text: str
-    token_id: int | None = None
-
-
-class Thoughts(NamedTuple):
-    """What a model may write before its answer proper. Without `begin` the prompt has opened them, and they must be
-    closed; with it the model may also write none."""
-
-    end: Marker
-    begin: Marker | None = None
 
 
 def joined(grammars: Sequence[str], thoughts: Thoughts | None) -> str:
@@ -185,7 +211,7 @@ def _before(thoughts: Thoughts) -> tuple[str, str]:
 # The fields.
 
 
-def _response_format(asked: ResponseFormat | None) -> list[Constraint]:
+def _response_format(asked: ResponseFormat | None) -> list[Written]:
     match asked:
         case JsonObjectFormat():
             return [_schema({"type": "object"}, "response_format")]
@@ -195,7 +221,7 @@ def _response_format(asked: ResponseFormat | None) -> list[Constraint]:
             return []
 
 
-def _structured_outputs(asked: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
+def _structured_outputs(asked: StructuredOutputs, prefix: str) -> Iterator[Written]:
     for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
         if getattr(asked, name):
             raise InvalidRequestError(f"`{prefix}{name}` is not supported", f"{prefix}{name}", "unsupported_parameter")
@@ -212,22 +238,22 @@ def _structured_outputs(asked: StructuredOutputs, prefix: str) -> Iterator[Const
         yield _grammar(asked.grammar, f"{prefix}grammar")
 
 
-def _schema(schema: Schema | str, param: str, *, compact: bool = False) -> Constraint:
+def _schema(schema: Schema | str, param: str, *, compact: bool = False) -> Written:
     if isinstance(schema, str):
         try:
             schema = cast(Schema, msgspec.json.decode(schema, type=Schema))
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequestError(f"`{param}` is no JSON Schema: {error}", param, "invalid_schema") from error
-    return Constraint(param, f"start: %json {json_of_schema(schema, param, compact=compact)}", {param: schema})
+    return Written(param, "schema", bounded_json(schema, param), compact)
 
 
-def _regex(regex: str, param: str) -> Constraint:
+def _regex(regex: str, param: str) -> Written:
     if len(regex) > limits.MAX_REGEX_CHARACTERS:
         raise too_large(param, "characters", len(regex), limits.MAX_REGEX_CHARACTERS, "invalid_grammar")
-    return Constraint(param, lark_of_regex(regex))
+    return Written(param, "regex", regex)
 
 
-def _choice(choices: list[str], param: str) -> Constraint:
+def _choice(choices: list[str], param: str) -> Written:
     if not choices or not all(choices):
         raise InvalidRequestError(f"`{param}` must have choices, and none of them empty", param, "invalid_grammar")
     num_characters, longest = sum(map(len, choices)), max(map(len, choices))
@@ -235,26 +261,53 @@ def _choice(choices: list[str], param: str) -> Constraint:
         raise too_large(param, "characters", num_characters, limits.MAX_CLIENT_GRAMMAR_CHARACTERS, "invalid_grammar")
     if longest > limits.MAX_LITERAL_CHARACTERS:
         raise too_large(param, "characters in one", longest, limits.MAX_LITERAL_CHARACTERS, "invalid_grammar")
-    return Constraint(param, f"start: {' | '.join(map(json.dumps, dict.fromkeys(choices)))}")
+    return Written(param, "lark", f"start: {' | '.join(map(json.dumps, dict.fromkeys(choices)))}")
 
 
-def _grammar(text: str, param: str) -> Constraint:
-    """A grammar in Lark, or in llama.cpp's GBNF."""
+def _grammar(text: str, param: str) -> Written:
     if len(text) > limits.MAX_CLIENT_GRAMMAR_CHARACTERS:
         raise too_large(param, "characters", len(text), limits.MAX_CLIENT_GRAMMAR_CHARACTERS, "invalid_grammar")
+    return Written(param, "grammar", text)
+
+
+# Understanding.
+
+
+def _lark_of(written: Written) -> str:
+    """Return what was written as a grammar in Lark. Raises InvalidRequestError for what would not be held."""
+    param, text = written.param, written.text
+    match written.kind:
+        case "schema":
+            return f"start: %json {json_of_schema(msgspec.json.decode(text), param, compact=written.compact)}"
+        case "regex":
+            return lark_of_regex(text)
+        case "grammar":
+            return _lark_of_grammar(text, param)
+        case "lark":
+            return text
+
+
+def _lark_of_grammar(text: str, param: str) -> str:
+    """The same, of a grammar in Lark or in llama.cpp's GBNF."""
     if "::=" in text and _LARK_START.search(text) is None:
         try:
-            return Constraint(param, lark_of_gbnf(text))
+            return lark_of_gbnf(text)
         except GrammarError as error:
             raise InvalidRequestError(f"`{param}` is no GBNF: {error}", param, "invalid_grammar") from error
     if text.lstrip().startswith("{"):  # llguidance would take it for a list of grammars, in JSON
         raise InvalidRequestError(f"`{param}` is neither Lark nor GBNF", param, "invalid_grammar")
     if _TEMPERATURE_IN_LARK.search(text) is not None:
         raise InvalidRequestError(f"`{param}`: a rule's temperature is not supported", param, "invalid_grammar")
-    for found in _JSON_IN_LARK.finditer(text):
+    at = 0
+    while (found := text.find("%json", at)) >= 0:
+        space = _SPACE_IN_LARK.match(text, found + len("%json"))
+        assert space is not None, "it may be empty"
+        at = space.end()
+        if not text.startswith("{", at):
+            continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+            schema, _ = json.JSONDecoder().raw_decode(text, at)
         except (ValueError, RecursionError):  # llguidance says what is wrong with it
             continue
         check_schema({name: value for name, value in schema.items() if name != "x-guidance"}, param)
-    return Constraint(param, text)
+    return text

@@ -1,15 +1,14 @@
 """A chat as its model is to see it, and as it may answer: thoughts, calls of tools, text or a document."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from services.gateway.api.constraints import Constraint, Marker, Thoughts, joined
+from services.gateway.api.constraints import Calls, Constraint, Marker, Thoughts
 from services.gateway.api.invalid import InvalidRequestError
-from services.gateway.api.json_schema import Schema, check_schema
 from services.gateway.api.messages import messages_of
 from services.gateway.api.openai import ChatBody, chat_options_of
 from services.gateway.api.pieces import Both, Splitter
@@ -132,27 +131,23 @@ def _constraint(
     chat: Chat, reading: Reading, codec: TextCodec, document: Constraint | None, thoughts: Thoughts | None
 ) -> Constraint | None:
     """A call that must come goes before a document; where one may come, the answer is calls or the document."""
-    choice, param = chat.choice, "tools"
-    grammars, schemas = list[str](), dict[str, Schema]()
-    if document is not None and choice.mode != "required":
-        param, schemas = document.param, dict(document.schemas)
-        grammars.append(document.grammar)
+    choice = chat.choice
+    if choice.mode == "required":
+        document = None
+    elif document is not None:
         choice = msgspec.structs.replace(choice, mode="required")
-    if reading.form is not None and needs_grammar(chat.tools, choice):
-        schemas |= _tool_schemas(chat.tools, choice)
-        grammar = tool_grammar(
-            reading.form, codec.tools_template, chat.tools, choice, codec.added_ids, parallel=chat.parallel
-        )
-        grammars.append(grammar)
-    return Constraint(param, joined(grammars, thoughts), schemas) if grammars else None
+    calls = _calls(chat, reading.form, choice, codec) if reading.form is not None else None
+    return None if document is None and calls is None else Constraint(document and document.document, calls, thoughts)
 
 
-def _tool_schemas(tools: Sequence[Tool], choice: ToolChoice) -> Mapping[str, Schema]:
-    """Return the schemas that calls are held to, by field."""
-    found: dict[str, Schema] = {}
-    for index, tool in enumerate(tools):
+def _calls(chat: Chat, form: ToolFormat, choice: ToolChoice, codec: TextCodec) -> Calls | None:
+    """Return what calls in the answer must be; None: anything."""
+    if not needs_grammar(chat.tools, choice):
+        return None
+    grammar = tool_grammar(form, codec.tools_template, chat.tools, choice, codec.added_ids, parallel=chat.parallel)
+    schemas: list[tuple[str, str]] = []
+    for index, tool in enumerate(chat.tools):
         if choice.name in ("", tool.name) and (tool.strict or choice.mode == "required"):
             param = f"tools[{index}].function.parameters"
-            found[param] = dict(tool.parameters)
-            check_schema(found[param], param)
-    return found
+            schemas.append((param, msgspec.json.encode(tool.parameters).decode()))
+    return Calls(grammar, tuple(schemas))

@@ -13,10 +13,10 @@ from schemas.ids import RequestId
 from schemas.logprobs import num_message_bytes
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import ToolFormat
-from services.engine.interface import KeptGrammars
 from services.gateway import limits
 from services.gateway.api.constraints import Constraint, StructuredOutputs, check_together, constraint_of
 from services.gateway.api.conversation import Chat, Reading, answer_to, chat_of
+from services.gateway.api.grammars import GrammarReader
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import (
     ChatBody,
@@ -46,8 +46,7 @@ class GatewayModel:
     layout: KVLayout
     num_worker_tokens: int
     """How many tokens one worker's arena holds."""
-    grammars: KeptGrammars
-    """As workers understand them."""
+    grammars: GrammarReader
     tool_format: ToolFormat | None
     """How the model writes calls of tools; None: that is not known."""
 
@@ -72,7 +71,7 @@ class Prepared:
     """An HTTP request, checked and tokenized: one prompt or several, each answered `options.n` times.
 
     `texts`: the prompts', where they are to be echoed. `max_tokens`: of the answer to each, at least one. `reading`:
-    how the answers' texts are taken apart. `constraint` is still to be checked.
+    how the answers' texts are taken apart. `constraint` is still to be understood.
     """
 
     options: Options
@@ -110,10 +109,10 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
     if constraint is not None:
         ignore_eos, allowed = bool(body.ignore_eos), body.allowed_token_ids or ()
         check_together(constraint, ignore_eos=ignore_eos, allowed_token_ids=allowed)
-    grammar = constraint.grammar if constraint else ""
-    sampling = msgspec.structs.replace(options.sampling, bad_words=bad_words, grammar=grammar)
+    sampling = msgspec.structs.replace(options.sampling, bad_words=bad_words)
     options = msgspec.structs.replace(options, sampling=sampling)
-    max_tokens = [_max_tokens(model, options, len(ids), default, param, max_bytes) for ids in token_ids]
+    num_fitting = _num_fitting(model, options, constraint, max_bytes)
+    max_tokens = [_max_tokens(model, options, len(ids), num_fitting, default, param, max_bytes) for ids in token_ids]
     return Prepared(
         options=options,
         prompts=tuple(token_ids),
@@ -240,20 +239,27 @@ def _check_prompt_logprobs(num_prompt: int, num_top: int, max_bytes: int) -> Non
         raise InvalidRequestError(message, "prompt_logprobs", "request_too_large", 413)
 
 
-def _num_fitting(model: GatewayModel, options: Options, max_bytes: int) -> int:
+def _num_fitting(model: GatewayModel, options: Options, constraint: Constraint | None, max_bytes: int) -> int:
     """Return how many tokens a message of the bus holds, as they are or as the hashes of their blocks, in base64."""
-    left = max_bytes - len(msgspec.json.encode(options.sampling)) - limits.ENVELOPE_BYTES
+    num_grammar = 0 if constraint is None else limits.GRAMMAR_BYTES_A_BYTE * len(msgspec.json.encode(constraint))
+    left = max_bytes - len(msgspec.json.encode(options.sampling)) - num_grammar - limits.ENVELOPE_BYTES
     num_bytes = max(0, left) // 4 * 3
     return min(num_bytes // TOKEN_BYTES, num_bytes // BLOCK_HASH_BYTES * model.layout.block_size)
 
 
 def _max_tokens(
-    model: GatewayModel, options: Options, num_prompt: int, default: int | None, param: str, max_bytes: int
+    model: GatewayModel,
+    options: Options,
+    num_prompt: int,
+    num_fitting: int,
+    default: int | None,
+    param: str,
+    max_bytes: int,
 ) -> int:
     """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
     if num_prompt == 0:
         raise InvalidRequestError(f"`{param}` comes to no tokens", param)
-    asked, num_fitting = options.max_tokens, _num_fitting(model, options, max_bytes)
+    asked = options.max_tokens
     if num_prompt > num_fitting:
         _refuse_too_large(f"a prompt of {num_prompt} tokens does", num_fitting, max_bytes, param)
     if (num_top := options.sampling.prompt_logprobs) is not None:

@@ -29,11 +29,11 @@ from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.gateway import limits
 from services.gateway.api.answer import Answer, Call
-from services.gateway.api.bodies import ENCODINGS, Bodies
+from services.gateway.api.bodies import ENCODINGS, Bodies, owner_of
 from services.gateway.api.capabilities import CapabilitiesReply, capabilities
 from services.gateway.api.choice import Choice
-from services.gateway.api.constraints import check_in_turn
 from services.gateway.api.docs import JSON, Described, describe
+from services.gateway.api.grammars import UnderstoodGrammars
 from services.gateway.api.guard import EarlyRefusal, NotNowError, asks_to_split, check_json, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.logprobs import TokenTexts
@@ -63,7 +63,6 @@ from services.gateway.api.tokenizing import (
     detokenize,
     tokenize,
 )
-from services.gateway.api.turn import Turn
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
@@ -96,11 +95,11 @@ class Gateway:
     started_s: int
     stopping: bool = False
     bodies: Bodies = field(init=False)
-    grammar_turn: Turn = field(init=False)
+    grammars: UnderstoodGrammars = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.times)
-        self.grammar_turn = Turn("what others' answers must be is being understood", self.times.turn_s)
+        self.grammars = UnderstoodGrammars(self.model.grammars, self.times)
 
     @property
     def times(self) -> GatewayTimes:
@@ -274,7 +273,8 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
         async with gateway.bodies.read_body(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
             observer = _observer(gateway, request, route)
-            call = await _call(gateway, observer, tenant, route, body, must_split=must_split)
+            owner = owner_of(request, tenant)
+            call = await _call(gateway, observer, tenant, owner, route, body, must_split=must_split)
     except InvalidRequestError as error:
         observer = observer or _observer(gateway, request, route)
         observer.refused(error.status, "invalid", error.message)
@@ -304,7 +304,8 @@ async def _answer(
         max_bytes, timeout_s = gateway.model.max_body_bytes(1), gateway.config.gateway.request_timeout_s
         async with gateway.bodies.read_body(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
-            reply = await gateway.bodies.understand(len(body), lambda: understand(gateway.model, body))
+            owner = owner_of(request, tenant)
+            reply = await gateway.bodies.understand(owner, len(body), lambda: understand(gateway.model, body))
     except InvalidRequestError as error:
         refused, status, headers = error_of_invalid(error), error.status, _headers_of(error)
     except NotNowError as error:
@@ -335,9 +336,16 @@ def _observer(gateway: Gateway, request: HttpRequest, route: Route) -> AnswerObs
 
 
 async def _call(
-    gateway: Gateway, observer: AnswerObserver, tenant: str, route: Route, payload: bytes, *, must_split: bool
+    gateway: Gateway,
+    observer: AnswerObserver,
+    tenant: str,
+    owner: str,
+    route: Route,
+    payload: bytes,
+    *,
+    must_split: bool,
 ) -> Call:
-    """Check and tokenize a body. Raises InvalidRequestError and NotNowError."""
+    """Check and tokenize a body, in the line of its `owner`. Raises InvalidRequestError and NotNowError."""
     request_id, model = observer.request_id, gateway.model
     deadline_ms = now_ms() + round(gateway.config.gateway.request_timeout_s * 1000)
 
@@ -352,10 +360,11 @@ async def _call(
             )
         return responses, prepared, jobs
 
-    responses, prepared, jobs = await gateway.bodies.understand(len(payload), understand)
+    responses, prepared, jobs = await gateway.bodies.understand(owner, len(payload), understand)
     if prepared.constraint is not None:
         with _own_names(responses):
-            await check_in_turn(prepared.constraint, model.grammars, gateway.grammar_turn, gateway.times.grammar_s)
+            grammar = await gateway.grammars.grammar_of(prepared.constraint, owner)
+        jobs = [job.held_to(grammar) for job in jobs]
     options = prepared.options
     texts = TokenTexts(model.codec.token_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())

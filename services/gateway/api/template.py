@@ -11,6 +11,7 @@ import msgspec
 from jinja2 import Template, TemplateError, meta, nodes
 
 from services.gateway import limits
+from services.gateway.api.nesting import levels
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates know by name."""
@@ -189,19 +190,8 @@ def check_size(value: Any, num_bytes: int, param: str) -> None:
 
 def check_nesting(value: Any, param: str) -> None:
     """Raise ChatTemplateError where a JSON value is nested deeper than our own recursion should go."""
-    level: list[Any] = [value]
-    for _ in range(limits.MAX_JSON_DEPTH + 1):
-        if not level:
-            return
-        level = [child for parent in level for child in _children(parent)]
-    raise ChatTemplateError(f"`{param}` is nested deeper than {limits.MAX_JSON_DEPTH} levels", param)
-
-
-def _children(value: Any) -> list[Any]:
-    """Return what is inside of an object or array; nothing of other values."""
-    if isinstance(value, Mapping):
-        return list(cast(Mapping[str, Any], value).values())
-    return list(cast(Sequence[Any], value)) if isinstance(value, list | tuple) else []
+    if any(depth > limits.MAX_JSON_DEPTH for depth, _ in enumerate(levels(value))):
+        raise ChatTemplateError(f"`{param}` is nested deeper than {limits.MAX_JSON_DEPTH} levels", param)
 
 
 def _check_continued(messages: Sequence[ChatMessage], options: ChatOptions) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, TokenIds, WorkerId
@@ -43,6 +45,10 @@ class Job:
     """Its spans lie under this one."""
     must_split: bool = False
     """It fails where one worker would serve it alone, or its prompt is computed twice."""
+
+    def held_to(self, grammar: str) -> "Job":
+        """Return the same, whose answer must be what a grammar says."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
 
 
 def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:

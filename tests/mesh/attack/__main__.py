@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -38,13 +39,16 @@ def attacks(num_frames: int, num_messages: int, num_repeated: int, health_s: flo
         "bodies of 20 MB": partial(http.large_bodies, health_s=health_s),
         "fields of 23 MB": partial(http.large_fields, health_s=health_s),
         "endless trailers, chunks and heads": partial(http.endless_parts, health_s=health_s),
+        "grammars": partial(http.grammars, slower=http.SLOWER if health_s < math.inf else math.inf),
         "1,024 open bodies": partial(http.open_bodies, health_s=health_s),
         "files of every kind in the store": ports.files_in_the_store,
         "another user of the machine": ports.another_user,
     }
 
 
-TIMED = frozenset({"bodies of 20 MB", "fields of 23 MB", "endless trailers, chunks and heads", "1,024 open bodies"})
+TIMED = frozenset(
+    {"bodies of 20 MB", "fields of 23 MB", "endless trailers, chunks and heads", "grammars", "1,024 open bodies"}
+)
 """What `/health` may take is said for a machine that does nothing else: no clients ask meanwhile, but those of these
 attacks themselves. `test_attack.py` has them with clients, and no limit of time."""
 

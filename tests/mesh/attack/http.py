@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import resource
 import socket
+import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,7 +26,12 @@ GROWTH_BYTES = 200 << 20
 HEALTH_S = 1.0
 """On a machine that does nothing else."""
 TIMEOUT_S = 60.0
+MEASURED_S = 0.05
 BLOCK_BYTES = 1 << 20
+
+SLOWER = 2.0
+"""What another tenant's requests may take while a grammar is being understood, beside what they take alone."""
+NUM_ALONE = 60
 
 _WATCHER = """
 import http.client, sys, threading, time
@@ -48,6 +56,16 @@ async def watched(target: Target, found: Found, health_s: float) -> AsyncIterato
     `health_s`."""
     pid, port = target.pids("gateway")[0], httpx.URL(target.supervisor.urls[0]).port
     before = _reset_peak(pid)
+    children, measuring = 0, True
+
+    async def measure() -> None:
+        nonlocal children
+        while measuring:
+            children = max(children, _bytes_of_children(pid))
+            await asyncio.sleep(MEASURED_S)
+
+    at_rest = _bytes_of_children(pid)
+    measured = asyncio.create_task(measure(), name="memory of the gateway's children")
     watcher = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _WATCHER.format(port=port), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -55,7 +73,9 @@ async def watched(target: Target, found: Found, health_s: float) -> AsyncIterato
         yield
     finally:
         told, _ = await watcher.communicate(b"")
-    grown, slowest_s = _bytes(pid, "VmHWM") - before, float(told or "inf")
+        measuring = False
+        await measured
+    grown, slowest_s = _bytes(pid, "VmHWM") - before + children - at_rest, float(told or "inf")
     if grown > GROWTH_BYTES:
         found.got.append(f"the gateway grew by {grown >> 20} MiB")
     if slowest_s > health_s:
@@ -67,6 +87,21 @@ def _reset_peak(pid: int) -> int:
     """Have the kernel count a process's peak from here on; return what it has now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", "utf-8")
     return _bytes(pid, "VmRSS")
+
+
+def _bytes_of_children(pid: int) -> int:
+    """Return the memory of all processes below one, of their own: copies share what they do not touch."""
+    num_bytes, waiting = 0, [pid]
+    while waiting:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            below = [
+                int(each) for each in Path(f"/proc/{waiting[-1]}/task/{waiting.pop()}/children").read_text().split()
+            ]
+            waiting += below
+            for child in below:
+                rollup = Path(f"/proc/{child}/smaps_rollup").read_text("utf-8")
+                num_bytes += int(rollup.partition("Private_Dirty:")[2].split()[0]) * 1024
+    return num_bytes
 
 
 def _bytes(pid: int, name: str) -> int:
@@ -204,4 +239,85 @@ async def open_bodies(target: Target, health_s: float) -> Found:
                     writer.transport.abort()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found
+
+
+def hostile_grammars(model: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield bodies that say of an answer what takes all time or memory to understand, each with its name."""
+    words = [f"w{number}" for number in range(60)]
+    for count in (18, 22, 26, 60):
+        lark = "start: A\nA: " + " & ".join(f"/(?s:.*){word}(?s:.*)/" for word in words[:count])
+        yield f"{count} words", {"guided_grammar": lark}
+        patterns = [{"pattern": word} for word in words[:count]]
+        yield f"{count} patterns", {"guided_json": {"type": "string", "allOf": patterns}}
+    named = {"type": "object", "properties": {"😀" + "/" * 31_000: {"anyOf": [{"type": "null"}] * 3_400}}}
+    yield "a long name", {"guided_json": named}
+    yield (
+        "a tool with a long name",
+        {
+            "messages": [{"role": "user", "content": "Q"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": named}}],
+            "tool_choice": "required",
+        },
+    )
+    yield "newlines", {"guided_grammar": "\n" * 32_000}
+    yield "comments", {"guided_grammar": "%json//" * 4_000}
+    yield "a chain", {"guided_grammar": "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1}" for n in range(1_700))}
+    deep: object = {}
+    for _ in range(700):
+        deep = {"items": deep}
+    yield "depth", {"guided_json": deep}
+    for number in range(40):
+        names = {f"{number} {name}": {"type": "string", "pattern": "^[a-z]{3,9}$"} for name in range(500)}
+        yield f"schema {number}", {"guided_json": {"type": "object", "properties": names}}
+
+
+async def grammars(target: Target, slower: float) -> Found:
+    """One tenant asks for what cannot be understood, six at a time; another one asks meanwhile, and waits for at most
+    `slower` times what it waits alone."""
+    found, (key, *_) = Found(), _keys(target)
+    other = {"authorization": f"Bearer {target.supervisor.tenants[1]}"}
+    hostile = iter(list(hostile_grammars(target.mesh.model)))
+    begin = {"model": target.mesh.model, "prompt": "Q", "max_tokens": 4}
+    codes: dict[str, int] = {}
+
+    async def attack() -> None:
+        for name, asked in hostile:
+            body = begin | asked
+            path = "/v1/completions"
+            if "messages" in body:
+                del body["prompt"]
+                path = "/v1/chat/completions"
+            url = target.supervisor.urls[0] + path
+            answer = await target.mesh.http.post(url, json=body, headers=key, timeout=TIMEOUT_S)
+            codes[name] = answer.status_code
+            found.num_tries += 1
+
+    fresh = itertools.count()
+
+    async def ask() -> float:
+        """What another tenant's request takes: every third has a schema that is not known, every third a known one."""
+        number = next(fresh)
+        schema = {"enum": [number if number % 3 == 0 else 1, 2]}
+        body = begin if number % 3 == 2 else begin | {"guided_json": schema}
+        started = time.monotonic()
+        answer = await target.mesh.http.post(target.supervisor.urls[0] + GENERATE, json=body, headers=other)
+        if answer.status_code != 200:
+            found.got.append(f"{answer.status_code} for another tenant: {answer.text[:200]}")
+        return time.monotonic() - started
+
+    async with watched(target, found, slower * HEALTH_S):
+        alone = [await ask() for _ in range(NUM_ALONE)]
+        attacking = asyncio.gather(*(attack() for _ in range(6)))
+        beside = [await ask()]
+        while not attacking.done():
+            beside.append(await ask())
+        await attacking
+    found.got += [f"{name}: {code}" for name, code in codes.items() if code not in (200, 400, 413)]
+    ratio = statistics.median(beside) / statistics.median(alone)
+    if ratio > slower:
+        found.got.append(f"another tenant waits {ratio:.1f} times as long")
+    milliseconds = [1e3 * value for of in (alone, beside) for value in (statistics.median(of), max(of))]
+    shown = "alone p50 {:.0f}, max {:.0f} ms; beside {:.0f}, {:.0f} ms".format(*milliseconds)
+    found.note += f"; another tenant {shown}"
     return found

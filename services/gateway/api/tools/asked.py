@@ -8,6 +8,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.json_schema import bounded_json
 from services.gateway.api.template import ChatTemplateError, check_size
 from services.gateway.api.tools.parser import NAME_CHARACTERS
 
@@ -101,9 +102,9 @@ def _tool(given: Mapping[str, Any], where: str) -> Tool:
     if not _NAME.fullmatch(function.name):
         message = f"must have 1 to {limits.MAX_TOOL_NAME_CHARACTERS} of a-z, A-Z, 0-9, _, . and -"
         raise InvalidRequestError(f"`{where}.function.name` {message}, not {function.name!r}", f"{where}.function.name")
-    parameters = function.parameters or {"properties": {}}
+    name, parameters = f"{where}.function.parameters", function.parameters or {"properties": {}}
+    bounded_json(parameters, name)
     if parameters.get("type", "object") != "object":
-        name = f"{where}.function.parameters"
         raise InvalidRequestError(f"`{name}` must be a schema of type 'object': arguments are one", name)
     return Tool(
         name=function.name,
