@@ -185,7 +185,7 @@ def _question(
 
 
 def _unnamed(pattern: str) -> tuple[str, tuple[str, ...]]:
-    return re.sub(r"{[^}]*}", "{}", pattern), tuple(re.findall(r"{([^}]*)}", pattern))
+    return re.sub(r"{[^{}]*}", "{}", pattern), tuple(re.findall(r"{([^{}]*)}", pattern))
 
 
 def _grants(grants: Grants) -> tuple[Permit, ...]:

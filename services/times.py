@@ -90,7 +90,7 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A long body waits for its turn for so long, and so does a grammar; who would wait longer had better come
     again."""
     grammar_s: Wait = 5.0
-    """A grammar is understood within this, once it is its turn: one at a time is."""
+    """A grammar is understood within this, once it is its turn."""
     write_grace_s: Wait = 5.0
     """How long after the deadline a client that reads slowly may still take what was written."""
     health_timeout_s: Wait = 2.0

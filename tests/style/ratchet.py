@@ -1,4 +1,4 @@
-"""`python -m tests.style.ratchet`: the size of the house, which only shrinks. Part of `make check`.
+"""`python -m tests.style.ratchet`: what the house has only ever less of. Part of `make check`.
 
 A change that lowers a figure lowers its bound here; one that raises a bound says why in its commit.
 """

@@ -22,6 +22,7 @@ FINDINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "https, other sites' pages, Host": ("gateway/test_tls.py", "gateway/test_http.py"),
     "absurd numbers": ("wire/test_extremes.py", "gateway/test_bad_input.py", "directory"),
+    "grammars took the gateway's memory and time": ("gateway/test_grammars.py", "style/test_patterns.py"),
     "malformed frames": ("plane/test_strangers.py",),
 }  # fmt: skip
 """Files or folders below tests/."""
