@@ -18,6 +18,14 @@ from typing import NoReturn
 UNWINDING_S = 1.0
 """What the main thread has to end by itself: a service that is still starting is gone within two seconds."""
 EXIT_CODE = 128 + signal.SIGTERM
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def hear_no_signal() -> None:
+    """From now on this process, which another one starts and ends, hears nothing of what a terminal or an init tells
+    all processes of a group: that is for the one that started it."""
+    for number in _OF_GROUPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_when_told() -> None:

@@ -7,11 +7,16 @@ Names and labels: `services/metric_names.py`.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
-from wsgiref.simple_server import WSGIServer
+from socketserver import ThreadingMixIn
+from typing import Any, Literal, NamedTuple, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import (
     REGISTRY,
@@ -22,15 +27,16 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
-    start_http_server,
+    make_wsgi_app,  # pyright: ignore[reportUnknownVariableType]
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from dataplane.lasting import lasting_thread
 from services.telemetry.context import parse_traceparent
-from services.telemetry.limits import MAX_SERIES
+from services.telemetry.limits import ACCEPT_PAUSE_S, MAX_SCRAPES, MAX_SERIES, SCRAPE_HEAD_S
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +141,13 @@ class Metrics:
     def start_server(self, host: str, port: int) -> WSGIServer | None:
         """Serve on a thread of its own; port 0 finds one. None where the port cannot be had: a service runs on
         without."""
+        app = cast("Any", make_wsgi_app(self._registry))
         try:
-            server, _thread = start_http_server(port, host, self._registry)
+            server = make_server(host, port, app, _Server6 if ":" in host else _Server, _Handler)
         except OSError as error:
             log.error("no metrics on %s:%d: %s", host, port, error.strerror or error)
             return None
+        lasting_thread(server.serve_forever, "metrics", lambda: server.is_over).start()
         log.info("metrics on http://%s:%d/metrics", host, server.server_port)
         return server
 
@@ -172,6 +180,61 @@ class Metrics:
             return Counter(metric.name, metric.text, metric.shown_labels, registry=self._registry)
         labels, buckets = metric.shown_labels, metric.buckets
         return Histogram(metric.name, metric.text, labels, registry=self._registry, buckets=buckets)
+
+
+class _Handler(WSGIRequestHandler):
+    """One connection, and one request on it."""
+
+    timeout = SCRAPE_HEAD_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody wants a line for each scrape."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each of `MAX_SCRAPES` connections; for one more the oldest is closed."""
+
+    daemon_threads = True
+    request_queue_size = MAX_SCRAPES
+
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self.is_over = False
+        super().__init__(*args)
+
+    def shutdown(self) -> None:
+        self.is_over = True
+        super().shutdown()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no descriptor is to be had, and it would be asked for again at once
+            time.sleep(ACCEPT_PAUSE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > MAX_SCRAPES:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a scrape by %s failed", client_address, exc_info=True)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _OfPrefix(Collector):

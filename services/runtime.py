@@ -123,6 +123,6 @@ async def watch_parent(stop: asyncio.Event) -> None:
     try:
         while await reader.read(1024):
             pass
+    finally:  # also where it cannot be watched any more
         stop.set()
-    finally:
         transport.close()

@@ -1,6 +1,7 @@
 """Serves reads of one arena: a listening socket for all carriers, a thread per stream, bounded."""
 
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -15,6 +16,7 @@ from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.carrier import KVArena
 from dataplane.ends.sender import HolderContext, HolderStream, JunkError, PlaneEncryption
+from dataplane.lasting import lasting_thread
 from dataplane.protocol.gate import LeaseGate
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, StreamRefused, encode_frame
@@ -153,7 +155,8 @@ class PlaneServer:
             if shm.NAME in self.options.carriers:
                 self._listeners.append(listen_near(shm.address_of(self.arena.nonce, self._port), limits.BACKLOG))
         for listener in self._listeners:
-            acceptor = self._new_thread(lambda listener=listener: self._accept(listener), "kv-accept")
+            accept = functools.partial(self._accept, listener)
+            acceptor = lasting_thread(accept, "kv-accept", lambda: self._closing)
             self._acceptors.append(acceptor)
             acceptor.start()
         loopback.register(self)
@@ -188,8 +191,12 @@ class PlaneServer:
                     limits.ACCEPT_PAUSE_S
                 )  # out of descriptors: a moment for streams to end; connections wait in the backlog
                 continue
-            peer = address[0] if sock.family != socket.AF_UNIX else "this host"
-            self._admit(SocketWire(sock), peer)
+            peer, wire = address[0] if sock.family != socket.AF_UNIX else "this host", SocketWire(sock)
+            try:
+                self._admit(wire, peer)
+            except Exception as error:  # noqa: BLE001  (there is no thread to be had, say: the next one is served)
+                wire.close()
+                self._log_peer(peer, f"cannot serve: {type(error).__name__}: {error}")
 
     def _admit(self, wire: Wire, peer: str) -> bool:
         """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""
@@ -205,9 +212,13 @@ class PlaneServer:
                 silent.has_made_room = True
                 full = False
             if not full:
-                self._streams.append(live)
                 live.thread = self._new_thread(lambda: self._serve(live), "kv-serve")
-                live.thread.start()
+                self._streams.append(live)
+                try:
+                    live.thread.start()
+                except BaseException:
+                    self._streams.remove(live)
+                    raise
         if full:
             refused = StreamRefused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):

@@ -28,6 +28,7 @@ from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
 
+from dataplane.lasting import lasting_task
 from schemas.broker import DISCONNECTED
 from schemas.permissions import INBOX
 from services.bus import limits
@@ -348,7 +349,7 @@ class NatsBus:
             log.info("the broker takes messages of %d bytes: longer prompts are refused", max_bytes)
         bus._inbox = client.new_inbox()
         await client.subscribe(bus._inbox, cb=bus._on_returned)  # pyright: ignore[reportUnknownMemberType]
-        bus._watching = asyncio.create_task(bus._watch(), name=f"watch the connection of {name}")
+        bus._watching = lasting_task(bus._watch, f"watch the connection of {name}")
         return bus
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:

@@ -9,8 +9,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from dataplane.lasting import lasting
 from schemas.message import Message, UndecodableMessageError, arriving, decode, departing, encode
 from schemas.permissions import replies_to
 from schemas.subjects import CarriesT, Subject
@@ -117,7 +119,8 @@ class TypedBus:
         """Subscribe now, and hand every message to `handle` from a task of `tasks` until the bus closes."""
         subscription = await self.connection.subscribe(subject.of(*ids))
         self._subscriptions.append(subscription)
-        tasks.create_task(self._read(subscription, subject, handle), name=f"listen {subject.pattern}")
+        name = f"listen {subject.pattern}"
+        tasks.create_task(lasting(partial(self._read, subscription, subject, handle), name), name=name)
 
     async def serve(
         self,
@@ -139,7 +142,8 @@ class TypedBus:
             self.service, endpoint, subject.of(*ids), queue or subject.queue, metadata
         )
         self._subscriptions.append(subscription)
-        tasks.create_task(self._answer_all(tasks, subscription, subject, handle), name=f"serve {subject.pattern}")
+        name = f"serve {subject.pattern}"
+        tasks.create_task(lasting(partial(self._answer_all, tasks, subscription, subject, handle), name), name=name)
 
     async def close(self) -> None:
         """Stop listening; then close the bus."""

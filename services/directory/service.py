@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import msgspec
 
+from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import (
@@ -93,7 +94,7 @@ class Directory:
         await self._bus.serve(self._tasks, subjects.DIRECTORY_STATUS, (), self._describe)
         await self._bus.serve(self._tasks, subjects.HEAT, ("*",), self._answer_heat)
         await self._bus.connection.flush()
-        self._start(self._tick(), "forget the silent")
+        self._start(lasting(self._tick, "forgetting the silent"), "forget the silent")
 
     async def close(self) -> None:
         """Stop reading, listening and answering, and close the bus."""

@@ -17,6 +17,7 @@ from functools import partial
 
 from dataplane.memory.arena import Arena
 from schemas.block import unpack_tokens
+from services.ending import hear_no_signal
 from services.engine.border import (
     AskLibrary,
     CancelSequence,
@@ -197,8 +198,7 @@ def main(name: str, channel: int, table: int, bell: int, parent: int) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before that
         return 1
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, or an init, tells all of a group
-        signal.signal(number, signal.SIG_IGN)
+    hear_no_signal()
     configure_logging(name)
     ours: Channel[ToEngine] = Channel(socket.socket(fileno=channel), os.eventfd(0, os.EFD_CLOEXEC), ToEngine)
     return EngineServer(ours, table, bell).serve_worker()

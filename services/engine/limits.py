@@ -47,5 +47,9 @@ CLOSE_LOOK_S = 0.2
 """Who ends an engine looks so often whether another one was just being started."""
 LOOKS_A_TIMEOUT = 20
 """Whether a step hangs is looked at so often within the time that it may take."""
+LOAD_TIMES = 10
+"""A spare engine that takes so many times as long to load as another one has taken hangs, and is ended."""
+LOAD_MIN_S = 2.0
+"""No engine is expected to load quicker than this."""
 SPARE_LOOK_S = 1.0
 """Between two looks at spare engines: whether they live, and whether there is memory for another one."""

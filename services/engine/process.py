@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.lasting import lasting_thread
 from schemas.block import pack_tokens
 from schemas.ids import RequestId
 from schemas.worker import EngineLives
@@ -107,7 +108,7 @@ class EngineProcess:
         """Sequences that have been in a step."""
         self._library = ""
         self._library_came = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = lasting_thread(self._run, "engine", self._stopping.is_set)
 
     @property
     def lives(self) -> EngineLives:
@@ -116,7 +117,7 @@ class EngineProcess:
 
     def start(self) -> None:
         self._thread.start()
-        self._spares.keep_loaded()
+        self._spares.keep_loaded(self._child.ready_ms / 1000)
 
     def stop_engine(self, timeout: float) -> bool:
         """End after the running step, failing what is left; at the latest after `timeout` seconds, without regard to
@@ -250,6 +251,10 @@ class EngineProcess:
             log.exception("the engine's process says what makes no sense")
             child.kill_process()
             return f"the engine's process says what makes no sense: {error}"
+        except Exception as error:
+            log.exception("hearing the engine's process has failed")
+            child.kill_process()
+            return f"hearing the engine's process has failed: {type(error).__name__}: {error}"
 
     def _tell_death(self, reason: str) -> None:
         with self._lock:
@@ -268,12 +273,12 @@ class EngineProcess:
     def _replace_child(self) -> bool:
         """Take another one, and say whether it is ready: the one before may have been ended by what it loads."""
         wanted_s = time.monotonic()
-        child = self._spares.next_child()
-        with self._lock:
-            self._child = child
         try:
-            child.wait_ready()
-        except UserError as error:
+            child = self._spares.next_child()
+            with self._lock:
+                self._child = child
+            child.wait_ready(self._spares.max_load_s)
+        except (UserError, OSError) as error:
             log.error("the engine does not start: %s", error)
             return False
         num_starts, ready_ms = self._lives.num_starts + 1, round(1000 * (time.monotonic() - wanted_s))

@@ -1,7 +1,9 @@
 """Starts engines' processes, as their worker has them; some before they are needed, so that whose engine dies has the
 next one at once."""
 
+import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from dataplane.lasting import lasting_thread
 from dataplane.machine import own_bytes
 from services.config import child_environment
 from services.engine.border import (
@@ -23,7 +26,7 @@ from services.engine.border import (
     ToWorker,
     table_memory,
 )
-from services.engine.limits import CLOSE_LOOK_S, SPARE_LOOK_S
+from services.engine.limits import CLOSE_LOOK_S, LOAD_MIN_S, LOAD_TIMES, SPARE_LOOK_S
 from services.errors import UserError
 from services.restarts import Restarts
 
@@ -51,21 +54,24 @@ class EngineChild:
     """An engine's process, as its worker has it."""
 
     def __init__(self, order: LoadEngine, name: str, spawn: Spawn) -> None:
-        """Start it, by a thread that stays: the child ends with the one that has started it."""
+        """Start it, by a thread that stays: the child ends with the one that has started it. Raises OSError where there
+        is no process or descriptor to be had."""
         self.ready_ms = self.num_bytes = 0
         """What it took to be ready, and the memory that it has of its own, once it is."""
         self._said: EngineReady | None = None
         self._started_s = time.monotonic()
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         num_layers = order.shape.layout.num_layers
-        table = table_memory(num_layers)
-        ours, theirs = socket.socketpair()
-        try:
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
+            bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            kept.callback(os.close, bell)
+            table = table_memory(num_layers)
+            given.callback(os.close, table)
+            ours, theirs = socket.socketpair()
+            kept.enter_context(ours)
+            given.enter_context(theirs)
             self.table = StepTable(table, num_layers)
             self.process = spawn(name, (theirs.fileno(), table, bell))
-        finally:
-            os.close(table)
-            theirs.close()
+            kept.pop_all()
         self.channel: Channel[ToWorker] = Channel(ours, bell, ToWorker)
         self.channel.send_message(order)
 
@@ -83,13 +89,17 @@ class EngineChild:
         self.process.kill()
         self.process.wait()
 
-    def wait_ready(self) -> EngineReady:
-        """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended."""
+    def wait_ready(self, timeout_s: float = math.inf) -> EngineReady:
+        """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended, or takes
+        more than `timeout_s` from its start, and is ended."""
         if self._said is not None:
             return self._said
         try:
             while True:
-                for message in self.channel.wait_messages():
+                left_s = self._started_s + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    raise UserError(f"the engine's process has not loaded the model within {timeout_s:.0f} s")
+                for message in self.channel.wait_messages(None if timeout_s == math.inf else left_s):
                     if isinstance(message, EngineRefused):
                         raise UserError(message.reason)
                     assert isinstance(message, EngineReady), "it says nothing else first"
@@ -123,29 +133,37 @@ class SpareEngines:
         self._start_child = start_child
         self._number = number
         self._has_room = has_room
+        self._load_s = LOAD_MIN_S
+        """What an engine takes to load."""
         self._changed = threading.Condition()
         """Of what follows."""
         self._ready: list[EngineChild] = []
         self._loading: EngineChild | None = None
         self._is_closed = False
         # Children end with the thread that started them, so it stays.
-        self._thread = threading.Thread(target=self._keep_ready, name="spares", daemon=True)
+        self._thread = lasting_thread(self._keep_ready, "spares", lambda: self._is_closed)
 
-    def keep_loaded(self) -> None:
-        """Begin to."""
+    def keep_loaded(self, load_s: float) -> None:
+        """Begin to. `load_s`: what the engine that runs has taken to load."""
+        self._load_s = max(LOAD_MIN_S, load_s)
         if self._number:
             self._thread.start()
 
     def next_child(self) -> EngineChild:
-        """Return one that is loaded, or the one that is being loaded once it is; where there is neither, a new one."""
+        """Return one that is loaded, or the one that is being loaded once it is, for which nobody waits longer than an
+        engine takes to load; where there is neither, a new one. Raises OSError."""
         with self._changed:
-            while self._loading is not None and not self._ready:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._loading is None or self._ready, self._load_s)
             self._end_dead()
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.pop(0)
         return self._start_child()
+
+    @property
+    def max_load_s(self) -> float:
+        """An engine that takes longer to load hangs."""
+        return LOAD_TIMES * self._load_s
 
     def count_loaded(self) -> tuple[int, int]:
         """Return how many are loaded, and the bytes of memory that they have of their own."""
@@ -190,12 +208,15 @@ class SpareEngines:
                 self._end_dead()
             return not self._is_closed
 
-    def _load_one(self) -> UserError | None:
-        child, error = self._start_child(), None
+    def _load_one(self) -> Exception | None:
+        try:
+            child, error = self._start_child(), None
+        except OSError as failed:
+            return failed
         with self._changed:
             self._loading = child
         try:
-            child.wait_ready()
+            child.wait_ready(self.max_load_s)
         except UserError as failed:
             error = failed
         with self._changed:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.ids import GatewayId, RequestId, WorkerId
 from schemas.observe import KeepTrace
@@ -140,7 +141,7 @@ class Requests:
         self._stories.accepted(live)
         if not self._is_ticking:
             self._is_ticking = True
-            self.tasks.create_task(self._tick(), name="watch over requests")
+            self.tasks.create_task(lasting(self._tick, "the watch over requests"), name="watch over requests")
         left_s = max(0, job.deadline_ms - now_ms()) / 1000
         live.timer = asyncio.get_running_loop().call_later(left_s, self.handle, live, DeadlinePassed())
         self.handle(live, Submitted())

@@ -14,9 +14,11 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import msgspec
 
+from dataplane.lasting import lasting_task
 from schemas import subjects
 from schemas.message import UndecodableMessageError, decode, encode
 from schemas.worker import ClaimName
@@ -109,8 +111,8 @@ async def holding(bus: Bus, name: str, stop: asyncio.Event, within_s: float) -> 
     holder.confirm()
     subscription = await bus.subscribe(subjects.CLAIM.of(name))
     tasks = [
-        asyncio.create_task(holder.answer(subscription), name="answer for the name"),
-        asyncio.create_task(holder.watch(), name="ask for the name"),
+        lasting_task(partial(holder.answer, subscription), "answer for the name"),
+        lasting_task(holder.watch, "ask for the name"),
     ]
     try:
         yield

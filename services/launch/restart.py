@@ -72,7 +72,13 @@ class Child:
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        async for raw in process.stdout:
+        while True:
+            try:
+                raw = await process.stdout.readline()
+            except ValueError:  # a line that is too long, of a library say
+                continue
+            if not raw:
+                break
             line = raw.decode(errors="replace").strip()
             if line == READY_LINE:
                 self.ready.set()

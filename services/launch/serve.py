@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -15,6 +16,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from dataplane.blocks.ticket import TicketSecrets
+from dataplane.lasting import lasting_task
 from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
 from schemas.worker import WorkerRole
@@ -149,8 +151,8 @@ async def _serve(
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     if role != "scheduler":  # who tells the others the time asks other schedulers only
-        keeps_time = keep_time(bus, telemetry.clock, metrics, config.times.telemetry)
-        watching.append(asyncio.create_task(keeps_time, name="keep the time"))
+        keeps_time = partial(keep_time, bus, telemetry.clock, metrics, config.times.telemetry)
+        watching.append(lasting_task(keeps_time, "keep the time"))
     try:
         with contextlib.ExitStack() as while_ready:
 
@@ -185,7 +187,7 @@ def _served(metrics: Metrics, config: MeshConfig) -> Generator[None]:
         yield
         return
     interval_s = config.times.telemetry.sample_interval_s
-    sampling = asyncio.create_task(metrics.keep_sampling(interval_s), name="sample the metrics")
+    sampling = lasting_task(partial(metrics.keep_sampling, interval_s), "sample the metrics")
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from dataplane.addresses import EVERYWHERE, in_url, own_address
+from dataplane.lasting import lasting_task
 from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import remove_stale_arenas
 from schemas.ids import new_id
@@ -286,12 +288,11 @@ class Supervisor:
             child.follow()
         await self._wait_ready(progress)
         self._restarters = [
-            asyncio.create_task(self._keep_running(child), name=f"keep {child.name} running")
-            for child in self._children
+            lasting_task(partial(self._keep_running, child), f"keep {child.name} running") for child in self._children
         ]
-        self._restarters.append(asyncio.create_task(self._keep_logs_short(), name="keep the logs short"))
+        self._restarters.append(lasting_task(self._keep_logs_short, "keep the logs short"))
         if self._nats is not None:
-            self._restarters.append(asyncio.create_task(self._keep_broker_running(), name="keep the broker running"))
+            self._restarters.append(lasting_task(self._keep_broker_running, "keep the broker running"))
 
     async def stop_all(self) -> None:
         """Stop the gateways, then all workers, the store, and the rest. What does not stop in time is killed."""

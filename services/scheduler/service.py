@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.broker import DISCONNECTED, name_of
 from schemas.ids import is_subject_token
@@ -69,7 +71,8 @@ async def run_scheduler(
     async with asyncio.TaskGroup() as tasks:
         scheduler = Scheduler(core, bus, tasks, SchedulerMetrics(metrics, core), config)
         await scheduler.listen()
-        watching = tasks.create_task(scheduler.watch(), name="watch over the workers")
+        watches = lasting(scheduler.watch, "the watch over the workers")
+        watching = tasks.create_task(watches, name="watch over the workers")
         if on_ready is not None:
             on_ready()
         await stop.wait()
@@ -114,10 +117,10 @@ class Scheduler:
         await self._bus.serve(self._tasks, subjects.TIME, (), self._elder.answer_time)
         await self._bus.serve(self._tasks, subjects.LEAVE, ("*",), self._leave)
         ends = await self._bus.connection.subscribe(DISCONNECTED)
-        self._start(self._hear_ends(ends), "hear whose connection ends")
+        self._start(lasting(partial(self._hear_ends, ends), "hearing whose connection ends"), "hear ends")
         elder, times = self._elder, self._times.telemetry
-        keeps_time = keep_time(self._bus.connection, elder.clock, self._bus.metrics, times, elder.follows)
-        self._start(keeps_time, "keep the time")
+        keeps_time = partial(keep_time, self._bus.connection, elder.clock, self._bus.metrics, times, elder.follows)
+        self._start(lasting(keeps_time, "keeping the time"), "keep the time")
         await self._bus.connection.flush()
 
     async def watch(self) -> None:

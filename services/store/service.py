@@ -5,7 +5,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.block import split_hashes
 from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
@@ -129,9 +131,10 @@ class Store(HolderShell[StoreMemory]):
         await self._bus.listen(tasks, subjects.COOLING, ("*",), self.on_event)
         await self.subscribe_all(tasks)
         self.reporter.publish_joined()
-        self._clockwork.append(tasks.create_task(self._tick(), name="tick"))
+        self._clockwork.append(tasks.create_task(lasting(self._tick, "the clockwork"), name="tick"))
         if self._backing is not None:
-            self._clockwork.append(tasks.create_task(self._write_behind(self._backing), name="write behind"))
+            writes = lasting(partial(self._write_behind, self._backing), "writing behind")
+            self._clockwork.append(tasks.create_task(writes, name="write behind"))
 
     async def leave(self) -> None:
         """Leave in order: take nothing more and lend nothing more, as whoever asks can read or compute elsewhere; write

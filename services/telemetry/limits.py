@@ -13,3 +13,10 @@ MAX_KEPT_TRACES = 4_096
 
 MAX_SERIES = 512
 """Series of one metric of one service; further label values are counted together, as `other`."""
+
+MAX_SCRAPES = 16
+"""Connections to a service's metrics at a time."""
+SCRAPE_HEAD_S = 5.0
+"""One of them that says nothing for so long is closed."""
+ACCEPT_PAUSE_S = 0.1
+"""Where no descriptor is to be had for the next one: so long until it is tried again."""

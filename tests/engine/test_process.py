@@ -1,5 +1,6 @@
 """The engine's process: how it starts and ends, whatever it says, and what crosses the border."""
 
+import errno
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from dataplane.blocks.layout import BlockTable, Segment, uniform_shape
 from dataplane.carriers.host import HostArena
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
+from services.engine import spawn
 from services.engine.border import (
     BorderError,
     BorderMessage,
@@ -169,6 +171,68 @@ def test_one_that_does_not_start_is_tried_again(rig: Rig, caplog: pytest.LogCapt
     assert f"the engine does not start: {fake_child.REFUSED}" in caplog.text and not orders
 
 
+def no_process(name: str, fds: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
+    """As where the processes of a container are counted."""
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_where_no_process_is_to_be_had_it_is_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    order, start_child, tried = fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce), rig.start_child, [0]
+
+    def try_to_start() -> EngineChild:
+        tried[0] += 1
+        return start_child() if tried[0] > 3 else EngineChild(order, "decode-0", no_process)
+
+    rig.start_child = try_to_start  # type: ignore[assignment]
+    rig.child.process.kill()
+    assert rig.next() == ("back", "", "")
+    assert "the engine does not start: [Errno 11] Resource temporarily unavailable" in caplog.text
+    rig.submit("b")
+    assert rig.next() == ("ended", "b", "length")
+
+
+def test_a_failed_start_leaves_no_descriptor(rig: Rig) -> None:
+    order, before = fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce), num_descriptors()
+    for _ in range(10):
+        with pytest.raises(BlockingIOError):
+            EngineChild(order, "decode-0", no_process)
+    assert num_descriptors() == before
+
+
+def test_an_engine_that_does_not_load_in_time_is_ended(rig: Rig) -> None:
+    child = rig.start_child()
+    os.kill(child.process.pid, signal.SIGSTOP)
+    with pytest.raises(UserError, match="has not loaded the model within 0 s"):
+        child.wait_ready(0.1)
+    assert child.has_ended
+
+
+def test_what_a_group_is_told_is_not_for_the_engine(rig: Rig) -> None:
+    """Of a terminal that is closed, or `systemctl kill`."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        rig.child.process.send_signal(number)
+    rig.submit("a")
+    assert rig.next() == ("ended", "a", "length")
+    assert not rig.deaths and not rig.child.has_ended
+
+
+def test_what_goes_wrong_here_is_the_engine_s_death_and_no_end(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    class BadListener:
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            raise RuntimeError("nobody foresaw this")
+
+    rig.submit("a", layer_listener=BadListener())
+    assert rig.next()[:2] == ("failed", "a")
+    assert "nobody foresaw this" in caplog.text
+    assert rig.next() == ("back", "", "")
+    rig.submit("b")
+    assert rig.next() == ("ended", "b", "length")
+
+
 def test_one_that_is_being_started_is_ended_too() -> None:
     made = Rig(in_process=True)
     made.thread.start()
@@ -184,6 +248,7 @@ def test_one_that_is_being_started_is_ended_too() -> None:
     made.start_child = start_slowly  # type: ignore[assignment]
     made.child.process.kill()
     assert started.wait(TIMEOUT)
+    assert made.thread.stop_engine(0.1)
     made.close()
     assert made.child.process.poll() is not None
 
@@ -376,7 +441,7 @@ def test_a_spare_that_is_being_loaded_is_waited_for() -> None:
     os.kill(spare.process.pid, signal.SIGSTOP)
     if not rig.spares.count_loaded()[0]:
         first.process.kill()
-        rig.thread._thread.join(1.0)  # type: ignore[union-attr]
+        rig.thread._thread.join(0.2)  # type: ignore[union-attr]
         assert rig.spares._loading is spare and len(rig.started) == 2
         os.kill(spare.process.pid, signal.SIGCONT)
         assert rig.next() == ("back", "", "")
@@ -429,6 +494,35 @@ def test_a_spare_that_does_not_start_is_tried_again(caplog: pytest.LogCaptureFix
     rig.thread.start()
     wait_until(lambda: rig.spares.count_loaded()[0] == 1)
     assert f"a spare engine does not start: {fake_child.REFUSED}" in caplog.text
+    rig.close()
+
+
+def test_a_spare_that_hangs_is_waited_for_no_longer_than_an_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "LOAD_MIN_S", 0.2)
+    rig = rig_with_spare(is_ready=False)
+    wait_until(lambda: len(rig.started) == 2)
+    first, spare = rig.started
+    os.kill(spare.process.pid, signal.SIGSTOP)
+    if not rig.spares.count_loaded()[0]:
+        first.process.kill()
+        assert rig.next() == ("back", "", "")
+        assert rig.thread._child is rig.started[2]  # type: ignore[union-attr]
+        wait_until(lambda: spare.has_ended)
+    rig.close()
+
+
+def test_where_no_process_is_to_be_had_the_spare_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(in_process=True, num_spares=1)
+    start_child = rig.start_child
+
+    def start_first() -> EngineChild:
+        rig.start_child = start_child
+        return EngineChild(fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce), "decode-0", no_process)
+
+    rig.start_child = start_first  # type: ignore[assignment]
+    rig.thread.start()
+    wait_until(lambda: rig.spares.count_loaded()[0] == 1)
+    assert "a spare engine does not start: [Errno 11]" in caplog.text
     rig.close()
 
 

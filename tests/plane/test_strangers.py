@@ -113,6 +113,29 @@ def test_silent_peers_do_not_hold_the_places(make_holder: Callable[..., Holder],
             assert hears(silent[0]) == b"", "the first to be silent makes room"
 
 
+def test_where_no_thread_is_to_be_had_the_next_one_is_served(
+    make_holder: Callable[..., Holder],
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    holder, start, refused = make_holder(("tcp",)), threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kv-serve" and len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(3):
+        with knock(holder) as sock:
+            assert hears(sock) == b"", "it is told at once that nobody serves it"
+    with transfer_beside(holder, target):
+        assert len(refused) == 3 and "cannot serve: RuntimeError: can't start new thread" in caplog.text
+    assert holder.server.num_streams == 0
+
+
 def test_half_open_peer(make_holder: Callable[..., Holder], target: Target) -> None:
     """It goes without a word, by reset, in the middle of its Open."""
     holder = make_holder(("tcp",))

@@ -12,23 +12,36 @@ from schemas.subjects import SUBJECTS
 ROOTS = ("schemas", "dataplane", "services")
 
 TASKS_OUTSIDE_A_GROUP = {
+    "dataplane/lasting.py": "tries again, and ends its process where it must not",
     "services/bus/nats.py": "closing the connection is waited for with a limit, and ends whoever closed it",
-    "services/launch/restart.py": "hears a process, and ends with it",
-    "services/launch/names.py": "answer and ask for a service's name while it runs: cancelled when it ends",
-    "services/launch/serve.py": "watch the parent, the bus, the metrics while a service runs: cancelled when it ends",
-    "services/launch/supervisor.py": "tend processes until the supervisor stops: cancelled then",
+    "services/launch/restart.py": "hears a process, and whoever waits for that one's end awaits it",
+    "services/launch/serve.py": "watch the parent and the bus while a service runs: cancelled when it ends",
+    "services/launch/supervisor.py": "processes that start are waited for, whichever is ready or ends first",
     "services/runtime.py": "two are waited for, whichever ends first",
     "services/sim/faults.py": "the simulator's own faults, awaited when they are healed",
     "services/sim/platform/loop.py": "the simulator's loop is what a task is made on",
     "services/sim/world.py": "the simulated clients, waited for together with a limit",
 }
 """Every other task belongs to an asyncio.TaskGroup, which ends it and hears of its error."""
+THREADS = {
+    "dataplane/lasting.py": "tries again, and ends its process where it must not",
+    "dataplane/cards/pairs.py": "two of a card's communicator: one is waited for, one is given up with it",
+    "dataplane/ends/reader.py": "one for each read, which joins it",
+    "dataplane/ends/server.py": "one for each stream: joined as the server is closed, and says what it failed by",
+    "services/ending.py": "ends the process where its main thread does not",
+    "services/engine/child.py": "ends the engine's process where nobody is there any more",
+    "services/engine/thread.py": "the engine's: its end is looked for with each tick, and ends the worker",
+    "services/gateway/api/grammar_child.py": "has a stack of its own, and is joined",
+    "services/telemetry/spans.py": "joined, for a limited time",
+}
+"""Who starts a thread, and who notices when it ends. One that goes on with its process is made by `lasting_thread`."""
 WRITES_FOR_ALL = {
     "services/bench/drive/make_checkpoint.py": "weights of nobody's, for a measurement",
     "services/gateway/api/grammar_child.py": "tells the kernel whom to end first where memory is short",
 }
 """Everything else that a service writes is its owner's alone: `services/files.py` makes it."""
 CATCH_ASSERTIONS = {
+    "dataplane/lasting.py": "it ends the process by it, instead of trying again",
     "services/worker/observe/journal.py": "it says what led to it, and raises it again",
     "services/sim/world.py": "the simulator reports every assertion of the code under test as a problem",
 }
@@ -58,6 +71,10 @@ def is_name(node: ast.expr, *names: str) -> bool:
     return isinstance(node, ast.Name) and node.id in names
 
 
+def starts_thread(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread", "threading.Timer")
+
+
 def makes_bare_task(node: ast.AST) -> bool:
     """Say whether this is `asyncio.create_task(...)`, `ensure_future(...)` or `loop.create_task(...)`. A group's own
     `create_task` is the only other one."""
@@ -84,6 +101,11 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 def test_no_pickle_no_eval() -> None:
     assert lines_with(r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|shell=True") == set()
+
+
+def test_who_starts_a_thread_says_who_notices_its_end(nodes: dict[str, list[ast.AST]]) -> None:
+    of_services = {name: each for name, each in nodes.items() if "/sim/" not in name and "/bench/" not in name}
+    assert files_with(of_services, starts_thread) == THREADS.keys()
 
 
 def test_tasks_belong_to_a_group(nodes: dict[str, list[ast.AST]]) -> None:

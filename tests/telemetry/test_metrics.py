@@ -1,5 +1,6 @@
 """One service's registry: exemplars, bounds, what is put and what is counted, and the server's thread."""
 
+import socket
 import threading
 import urllib.request
 
@@ -15,11 +16,12 @@ from services import metric_names as names
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
 from services.metrics import OTHER, MetricName, Metrics, exemplar_of, library_text
-from services.telemetry.limits import MAX_SERIES
+from services.telemetry.limits import MAX_SCRAPES, MAX_SERIES
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.observe import metrics as worker_metrics
 from services.worker.observe.metrics import HolderMetrics
 from tests.pages.tables import metrics_table
+from tests.waiting import wait_until
 from tests.wire.examples import LOAD
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -126,6 +128,21 @@ def test_the_server_reads_while_everything_changes() -> None:
     assert not failures
     taken = Metrics()
     assert taken.start_server("127.0.0.1", server.server_port) is None, "the port is somebody's: no metrics, no error"
+    server.shutdown()
+    server.server_close()
+
+
+def test_who_says_nothing_takes_no_thread_for_ever() -> None:
+    metrics, before = Metrics("w"), threading.active_count()
+    server = metrics.start_server("127.0.0.1", 0)
+    assert server is not None
+    silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(280)]
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=60) as answer:
+        assert answer.status == 200
+    wait_until(lambda: threading.active_count() <= before + MAX_SCRAPES + 1)
+    for connection in silent:
+        connection.close()
+    wait_until(lambda: threading.active_count() == before + 1)
     server.shutdown()
     server.server_close()
 

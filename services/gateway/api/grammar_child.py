@@ -19,13 +19,11 @@ from pathlib import Path
 
 import msgspec
 
+from services.ending import hear_no_signal
 from services.engine.grammar import GrammarError, tokens_of, understood
 from services.gateway import limits
 from services.gateway.api.constraints import Constraint, understand
 from services.gateway.api.invalid import InvalidRequestError
-
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""What a terminal or an init tells a whole group. The gateway ends this process: it closes the socket."""
 
 
 class LoadTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -65,8 +63,7 @@ def receive_all(sock: socket.socket) -> bytes:
 
 def main(control: int) -> None:
     """Serve the gateway at this socket until it closes it."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    hear_no_signal()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a copy has ended
     ours = socket.socket(fileno=control)
     tokens = _receive_tokens(ours)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
+from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.ids import GatewayId, RequestId
 from schemas.observe import (
@@ -209,7 +210,7 @@ class Stories:
         self._waiting.append(_Unsent(subject, message, job.trace))
         if not self._is_sending:
             self._is_sending = True
-            self.tasks.create_task(self._send(), name="send the story")
+            self.tasks.create_task(lasting(self._send, "sending the story"), name="send the story")
 
     async def _send(self) -> None:
         """Send what waits, in order."""
