@@ -33,7 +33,7 @@ class Tries:
     def begin(self) -> None:
         self._began_s = time.monotonic()
 
-    def failed(self, error: Exception | None) -> float:
+    def pause_after(self, error: Exception | None) -> float:
         """Say that a try has failed; None: it has ended, and was not to. Return how long to wait before the next."""
         if time.monotonic() - self._began_s >= SOUND_AFTER_S:
             self._pause_s = FIRST_PAUSE_S
@@ -58,7 +58,7 @@ def lasting_thread(work: Callable[[], None], name: str, is_over: Callable[[], bo
                 failure = error
             if is_over():
                 return None
-            time.sleep(tries.failed(failure))
+            time.sleep(tries.pause_after(failure))
 
     return threading.Thread(target=run, name=name, daemon=True)
 
@@ -74,7 +74,7 @@ async def lasting(work: Callable[[], Awaitable[None]], name: str) -> None:
         except AssertionError:
             raise
         except Exception as error:  # noqa: BLE001  (nobody else would notice)
-            await asyncio.sleep(tries.failed(error))
+            await asyncio.sleep(tries.pause_after(error))
         else:
             return
 

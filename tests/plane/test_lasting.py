@@ -14,11 +14,6 @@ from dataplane.lasting import lasting, lasting_task, lasting_thread
 TIMEOUT_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
-
-
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The signals that this process has sent itself."""
@@ -61,10 +56,10 @@ def test_a_thread_that_ends_by_itself_is_begun_again(caplog: pytest.LogCaptureFi
 def test_pauses_grow_and_begin_anew() -> None:
     tries = module.Tries("busy")
     tries.begin()
-    pauses = [tries.failed(None) for _ in range(16)]
-    assert pauses[:3] == [0.001, 0.002, 0.004] and pauses[-1] == module.LONGEST_PAUSE_S
+    pauses = [tries.pause_after(None) for _ in range(16)]
+    assert pauses[:3] == [0.1, 0.2, 0.4] and pauses[-1] == module.LONGEST_PAUSE_S
     tries._began_s -= module.SOUND_AFTER_S
-    assert tries.failed(None) == 0.001
+    assert tries.pause_after(None) == module.FIRST_PAUSE_S
 
 
 def test_a_mistake_of_ours_ends_the_process(ended: list[int], caplog: pytest.LogCaptureFixture) -> None:
