@@ -143,6 +143,13 @@ OVERDUE = MetricName(
     roles=GATEWAY,
     is_sampled=True,
 )
+HTTPS_DAYS = MetricName(
+    "gauge",
+    "kvmesh_gateway_certificate_days_left",
+    "Days until the certificate of --tls-cert ends",
+    roles=GATEWAY,
+    is_sampled=True,
+)
 
 # Placement. Served by the scheduler and the directory.
 
@@ -394,6 +401,12 @@ CLOCK_AHEAD = MetricName(
     "gauge",
     "kvmesh_clock_ahead_seconds",
     "By how much the machine's clock is ahead of the scheduler's",
+    is_sampled=True,
+)
+BUS_CA_DAYS = MetricName(
+    "gauge",
+    "kvmesh_bus_ca_days_left",
+    "Days until the first certificate in ca.pem ends, by which the broker is believed",
     is_sampled=True,
 )
 BUS_SECONDS = MetricName(

@@ -63,6 +63,9 @@ class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     watch_interval_s: Pace = 0.25
     """The client library's tasks are looked at so often. One that has ended makes the process deaf for about this long,
     which is well below the silence that anybody is declared dead for."""
+    certificates_look_s: Pace = 1.0
+    """The files of certificates, the bus's and https', are looked at so often. What has changed is taken once it is the
+    same at two looks."""
     close_timeout_s: Wait = 5.0
     """When the bus closes, the library has this long to send what it still has; what is left then is thrown away."""
 

@@ -36,6 +36,7 @@ def make_certificate(folder: Path, name: str = "own", password: bytes = b"") -> 
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
+    folder.mkdir(exist_ok=True)
     made = Certificate(folder / f"{name}.crt", folder / f"{name}.key")
     made.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     locked = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()

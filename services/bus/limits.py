@@ -28,6 +28,9 @@ RENEW_AGAIN_S = 3600
 CANCEL_AGAIN_S = 0.01
 """What swallowed its cancellation is cancelled again after this long."""
 
+MAX_SAID = 200
+"""So many characters of a broker's own words are shown."""
+
 # The embedded broker.
 
 START_TIMEOUT_S = 10.0

@@ -15,6 +15,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import ParseResult
 
@@ -27,6 +28,7 @@ from nats.aio.subscription import Subscription as ClientSubscription
 from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
+from nats.protocol.parser import ERR_OP
 
 from dataplane.lasting import lasting_task
 from schemas.broker import DISCONNECTED
@@ -53,6 +55,7 @@ SERVICE_VERSION = "0.1.0"
 
 _REFUSED = "authorization violation"
 _CERTIFIED = "`kvmesh bus-config DIR --host NAME` makes a certificate for it, and ca.pem for whoever connects"
+_TOO_MANY_SUBSCRIPTIONS = "subscriptions exceeded"
 _BUFFER_FULL = "the broker is away and the send buffer is full"
 
 ResultT = TypeVar("ResultT")
@@ -176,6 +179,10 @@ class BrokerTransport(TcpTransport):
     """The library's connection. After a TLS handshake that failed the library would wait for ever for the end of what
     the handshake began with (nats-io/nats.py issue 718)."""
 
+    def __init__(self, ca: Path | None) -> None:
+        super().__init__()
+        self._ca = ca
+
     def __bool__(self) -> bool:
         return True  # else the library makes one of its own
 
@@ -189,14 +196,24 @@ class BrokerTransport(TcpTransport):
     async def connect_tls(
         self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
     ) -> None:
+        if self._ca is not None:
+            with contextlib.suppress(UserError):  # while it is being replaced the one before it is believed
+                ssl_context = client_context(self._ca)
         try:
             await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
         except ssl.SSLError as error:
+            if error.reason == "WRONG_VERSION_NUMBER":  # a line in clear, as of a broker that lets go of us: once more
+                raise nats.errors.Error("nats: no TLS handshake") from error
             reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
             raise MistrustedError(f"is not believed to be ours: {reason or error}") from error
         if self._io_writer is not None:
             # Without it asyncio warns, whenever the broker ends, of how the library has made its stream.
             self._io_writer._protocol._over_ssl = True  # pyright: ignore
+
+    def unread(self) -> bytes:
+        """Return what has come and was not read: a broker that lets go of a connection says why just before, and the
+        library gets to see the end of the connection only."""
+        return b"" if self._io_reader is None else bytes(self._io_reader._buffer)  # pyright: ignore
 
     def give_up(self) -> None:
         """Forget a connection that came to nothing."""
@@ -205,28 +222,49 @@ class BrokerTransport(TcpTransport):
         self._io_reader = self._io_writer = None
 
 
+class BrokerSaysError(nats.errors.Error):
+    """What the broker said as it let go of a connection that it had just taken."""
+
+
 class BrokerClient(Client):
-    """The library's client, put right in four ways.
+    """The library's client, put right in five ways.
 
     It goes on reading after a PONG that nobody awaits any more: the library hands each PONG to whoever has waited
     longest, and one that was cancelled meanwhile would end its reading task. It connects to the address that it was
     given only, with TLS where that is asked for: the library leaves both to the first line that comes, in clear, from
-    whoever answers. It leaves a connection that is broken at once. And once closed it stays closed: asyncio.wait_for of
+    whoever answers. It leaves a connection that is broken at once. It keeps what the broker says of its limits, which
+    the library drops with the connection. And once closed it stays closed: asyncio.wait_for of
     Python 3.11 swallows a cancellation that comes together with what it waits for, and the library's reconnection would
     go on for ever, in a client that takes itself for closed.
     """
 
-    def __init__(self, *, is_encrypted: bool) -> None:
+    def __init__(self, *, is_encrypted: bool, ca: Path | None = None) -> None:
         super().__init__()
-        self._own_transport = self._transport = BrokerTransport()
+        self._own_transport = self._transport = BrokerTransport(ca)
         self._is_encrypted = is_encrypted
+        self.said = ""
+        """The broker's own words, of the last error that it sent; empty once it has let us in."""
 
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
-        except BaseException:
+        except BaseException as error:
+            unread = self._own_transport.unread()
             self._own_transport.give_up()
+            if isinstance(error, Exception) and unread.startswith(ERR_OP):
+                self.said = _words(unread.split(b"\r\n", 1)[0].removeprefix(ERR_OP).decode(errors="replace"))
+                raise BrokerSaysError(self.said) from error
+            if isinstance(error, nats.errors.Error) and str(error).startswith("nats: '"):
+                self.said = _words(str(error))
             raise
+        self.said = ""
+
+    async def _process_err(self, err_msg: str) -> None:
+        self.said = _words(err_msg)
+        if _TOO_MANY_SUBSCRIPTIONS in err_msg.lower():  # the connection stays, which the library would close for good
+            await self._error_cb(BrokerSaysError(self.said))
+            return
+        await super()._process_err(err_msg)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self._is_encrypted and not info.get("tls_required"):
@@ -255,7 +293,7 @@ class BrokerClient(Client):
 class NatsBus:
     """See `Bus`. Make one with `connect`."""
 
-    def __init__(self, client: Client, access: BusAccess, name: str, times: Times) -> None:
+    def __init__(self, client: BrokerClient, access: BusAccess, name: str, times: Times) -> None:
         self._client = client
         self._times = times.bus
         self._settle_s = times.presence.settle_ms / 1000
@@ -268,7 +306,7 @@ class NatsBus:
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
-        self._mistrust_said = ""
+        self._said = ""
         self._inbox = ""
         """Where the messages of our round trips come back."""
         self._trips: dict[bytes, asyncio.Future[None]] = {}
@@ -284,6 +322,11 @@ class NatsBus:
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def last_words(self) -> str:
+        """What the broker said of the last thing that it would not do; empty: nothing."""
+        return self._client.said
 
     @property
     def knows_its_clients(self) -> bool:
@@ -302,7 +345,7 @@ class NatsBus:
         names the address, BrokerRefusesError where the broker does not know us, UserError where it takes small messages
         only."""
         url, identity, ca, _ = access
-        client = BrokerClient(is_encrypted=access.is_encrypted)
+        client = BrokerClient(is_encrypted=access.is_encrypted, ca=ca)
         times = times or Times()
         bus = cls(client, access, name, times)
         tls = client_context(ca) if access.is_encrypted else None
@@ -333,6 +376,8 @@ class NatsBus:
         except (OSError, nats.errors.Error, ValueError) as error:
             if isinstance(error, TimeoutError):
                 await client.close()
+            if client.said:
+                raise BrokerUnreachableError(f"the broker at {bus._url} does not let us in: {client.said}") from error
             cause = client.last_error or error
             reason = str(cause) if isinstance(cause, nats.errors.Error) else type(cause).__name__
             raise BrokerUnreachableError(
@@ -535,19 +580,26 @@ class NatsBus:
             text = f"the broker at {self._url} {error}; {_CERTIFIED}"
             if self.num_connects == 0:
                 raise BrokerRefusesError(text)
-            if text != self._mistrust_said:  # it comes again with every attempt
-                self._mistrust_said = text
-                log.warning("%s", text)
+            self._say_once(text)
             return
         if _REFUSED in text.lower() and self._renew is not None:
             self._renew_s = 0.0  # what we have is of no use any more
+        if not self.is_connected and self._client.said and self.num_connects:
+            self._say_once(f"the broker at {self._url} does not let us in: {self._client.said}")
+            return
         if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
             log.info("the broker does not say whose connection ends: who is quiet is asked")
             return
-        if "permissions violation" in text.lower():
+        if "permissions violation" in text.lower() or _TOO_MANY_SUBSCRIPTIONS in text.lower():
             self._denied = text
         # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
+
+    def _say_once(self, text: str) -> None:
+        """Say what comes again with every attempt to connect."""
+        if text != self._said:
+            self._said = text
+            log.warning("%s", text)
 
     async def _on_disconnected(self) -> None:
         is_closed = self._client.is_closed
@@ -557,7 +609,7 @@ class NatsBus:
 
     async def _on_reconnected(self) -> None:
         self.num_connects += 1
-        self._mistrust_said = ""
+        self._said = ""
         self._reconnected_s = time.monotonic()
         log.warning("the broker at %s is back", self._url)
 
@@ -581,6 +633,12 @@ def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
             return BusError(subject, _BUFFER_FULL)
         case _:
             return BusError(subject, f"the broker did not do it ({error})")
+
+
+def _words(said: str) -> str:
+    """Return a broker's error as a line may show it."""
+    shown = "".join(c for c in said.removeprefix("nats: ").strip().strip("'") if c.isprintable())
+    return shown[: limits.MAX_SAID]
 
 
 def _refusal(url: str, identity: Identity | None) -> str:

@@ -8,8 +8,9 @@ ticks all live requests.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from dataplane.lasting import lasting
@@ -62,6 +63,7 @@ from services.gateway.request.events import (
     SendReserve,
     SendRun,
     Submitted,
+    TaskFailed,
     WorkerAccepted,
     WorkerRefused,
     WorkerSilent,
@@ -255,20 +257,28 @@ class Requests:
         job = live.job
         match action:
             case AskPlacement():
-                name, work = "place", self._place(live, action)
+                name, work = "place", partial(self._place, live, action)
             case SendRun():
                 self.num_resumes += action.num_answered > 0
                 message = run_message(job, live.proof, self.gateway_id, action, live.prompt)
-                name, work = "run", self._dispatch(live, subjects.RUN, action.prefill_worker, message)
+                name, work = "run", partial(self._dispatch, live, subjects.RUN, action.prefill_worker, message)
             case SendReserve():
                 message = reserve_message(job, live.proof, self.gateway_id, action, live.prompt)
-                name, work = "reserve", self._dispatch(live, subjects.RESERVE, action.decode_worker, message)
+                name, work = "reserve", partial(self._dispatch, live, subjects.RESERVE, action.decode_worker, message)
             case AskWorker():
                 self.num_progress_asked += 1
-                name, work = "progress", self._progress(live, action)
+                name, work = "progress", partial(self._progress, live, action)
             case SendCancel():
-                name, work = "cancel", self._cancel(job, action)
-        self.tasks.create_task(work, name=f"{name} {job.request_id}")
+                name, work = "cancel", partial(self._cancel, job, action)
+        self.tasks.create_task(self._do(live, work), name=f"{name} {job.request_id}")
+
+    async def _do(self, live: LiveRequest, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what a request needs. What nobody foresaw is the end of this request, and of no other."""
+        try:
+            await work()
+        except Exception as error:
+            log.exception("request %s ends, as this gateway has failed", live.job.request_id)
+            self.handle(live, TaskFailed(f"this gateway has failed ({type(error).__name__}); its log says how"))
 
     def _forget(self, live: LiveRequest) -> None:
         if live.timer is not None:

@@ -14,6 +14,7 @@ import ssl
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -25,6 +26,7 @@ from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.guard import refuse_busy
 from services.times import GatewayTimes
+from services.trust.certificates import CertificateFile
 
 
 @dataclass(slots=True)
@@ -259,6 +261,16 @@ def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
             f"no https with certificate {cert} and key {key}: {reason}; both must be PEM files that fit each other"
         ) from error
     return context
+
+
+def certificate_of(context: ssl.SSLContext, cert: str, key: str) -> CertificateFile:
+    """Return the certificate that a context serves, to be read again when its files change."""
+
+    def load() -> None:
+        tls_context(cert, key)  # it raises before the context in use has half of a pair
+        context.load_cert_chain(cert, key)
+
+    return CertificateFile(Path(cert), load, Path(key))
 
 
 def connections_for(wanted: int, times: GatewayTimes) -> Connections:

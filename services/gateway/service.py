@@ -21,7 +21,8 @@ from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, GatewayApp, make_gateway
 from services.gateway.api.text import codec_of
 from services.gateway.api.tools.formats import format_of
-from services.gateway.server import Server, connections_for, tls_context
+from services.gateway.server import Server, certificate_of, connections_for, tls_context
+from services.metric_names import HTTPS_DAYS
 from services.metrics import Metrics
 from services.telemetry import Telemetry
 
@@ -48,7 +49,8 @@ async def run_gateway(
     connections = connections_for(config.gateway.max_connections, times)
     tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
     gateway_id = gateway_id or GatewayId(new_id("gateway"))
-    bus = TypedBus(connection, "gateway", metrics or Metrics(), {"id": gateway_id})
+    metrics = metrics or Metrics()
+    bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
         gateway = make_gateway(config, model, gateway_id, bus, telemetry, tasks)
         hosts = (config.gateway.host, *config.gateway.hosts)
@@ -60,7 +62,12 @@ async def run_gateway(
         await server.ready.wait()
         if on_ready is not None:
             on_ready()
-        await stop.wait()
+        with contextlib.ExitStack() as until_stop:
+            if tls is not None:
+                certificate = certificate_of(tls, config.gateway.tls_cert, config.gateway.tls_key)
+                until_stop.enter_context(certificate.kept(config.times.bus.certificates_look_s))
+                metrics.on_sample(lambda: metrics.set_series(HTTPS_DAYS, {(): certificate.days_left}))
+            await stop.wait()
         await _stop(gateway, server, serving)
         await bus.close()
 

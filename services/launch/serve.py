@@ -26,12 +26,12 @@ from services.config import EngineName, MeshConfig, load_config, require_secrets
 from services.errors import UserError
 from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED
 from services.launch.names import holding
-from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
+from services.metric_names import BUS_CA_DAYS, HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
 from services.ports import bind
 from services.runtime import ASKED_FOR, configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
-from services.trust.certificates import ca_file
+from services.trust.certificates import CertificateFile, ca_file, client_context
 from services.trust.keys import BusAccess, Identity, RoleKey, key_file, load_role_key, with_key
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
 def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: TicketSecrets | None) -> None:
     """Go on with the ticket secrets that the files have now; with those that there are where they cannot be used."""
     if secrets is None:
-        log.warning("SIGHUP: this service has nothing to read again", extra=ASKED_FOR)
+        log.warning("SIGHUP: nothing to read again; certificates are, when their files change", extra=ASKED_FOR)
         return
     try:
         config = _overridden(load_config(config_path), overrides)
@@ -155,6 +155,11 @@ async def _serve(
         watching.append(lasting_task(keeps_time, "keep the time"))
     try:
         with contextlib.ExitStack() as while_ready:
+            if (ca := access.ca) is not None:
+                # Whoever connects reads it each time: what is said here is whether it can be read, and its end.
+                authority = CertificateFile(ca, partial(client_context, ca))
+                while_ready.enter_context(authority.kept(config.times.bus.certificates_look_s))
+                metrics.on_sample(lambda: metrics.set_series(BUS_CA_DAYS, {(): authority.days_left}))
 
             def on_ready() -> None:
                 gc.collect()
@@ -167,7 +172,8 @@ async def _serve(
             async with contextlib.nullcontext() if role == "gateway" else holding(bus, name, stop, within_s):
                 comes_again = await start(bus, telemetry, stop, on_ready)
         if comes_again is None and ends.done() and ends.result():
-            raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
+            why = f": {bus.last_words}" if bus.last_words else ""
+            raise UserError(f"the broker at {access.shown} has closed the connection for good{why}")
         return comes_again
     finally:
         ends.cancel()

@@ -1,14 +1,19 @@
-"""TLS on the bus: the certificate of a broker of one's own, and whom its clients believe.
+"""TLS: the certificate of a broker of one's own, whom its clients believe, and certificates that are replaced.
 
 The CA signs this one certificate, and its key is forgotten: there is nothing of it to be stolen, and nothing to be
 renewed. A mesh whose certificates come from elsewhere puts that CA's certificate in place of CA_FILE.
 """
 
+import asyncio
+import contextlib
 import datetime
 import ipaddress
+import logging
+import math
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +22,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from dataplane.lasting import lasting_task
 from services.errors import UserError
+
+log = logging.getLogger(__name__)
 
 CA_FILE = "ca.pem"
 CERTIFICATE_FILE = "broker.crt"
@@ -25,6 +33,8 @@ KEY_FILE = "broker.key"
 LASTS = datetime.timedelta(days=3_650)
 """Nobody renews it: a mesh outlives one of a year, and would then stand still."""
 _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_DAY = datetime.timedelta(days=1)
+_ENDS_SOON = 7 * _DAY
 _CLOCKS_DIFFER = datetime.timedelta(hours=1)
 
 
@@ -83,6 +93,87 @@ def client_context(ca: Path | None) -> ssl.SSLContext:
         raise UserError(f"{ca} is no CA's certificate that can be read: {error.strerror or error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
+
+
+class CertificateFile:
+    """A PEM file of certificates that this process shows or believes: what it has now, and when the first of them ends.
+
+    `load` takes into use what the files have now; it raises UserError where that is of no use. `key`: a file that
+    changes together with this one.
+    """
+
+    def __init__(self, path: Path, load: Callable[[], object], key: Path | None = None) -> None:
+        self._path = path
+        self._load = load
+        self._files = (path,) if key is None else (path, key)
+        self._loaded = self._seen = self._state()
+        self._ends = _first_end(path)
+        self._said: datetime.datetime | None = None
+        """When it was last said that the end is near."""
+        self._say_end()
+
+    @property
+    def days_left(self) -> float:
+        """Days until the first certificate ends, negative after that; NaN where the file does not say."""
+        return math.nan if self._ends is None else (self._ends - datetime.datetime.now(datetime.UTC)) / _DAY
+
+    @contextlib.contextmanager
+    def kept(self, look_s: float) -> Generator[None]:
+        """Look at the files so often while the block runs. What has changed is loaded once it stays as it is from one
+        look to the next: two files are not written at once."""
+        keeping = lasting_task(partial(self._keep, look_s), f"watch {self._path.name}")
+        try:
+            yield
+        finally:
+            keeping.cancel()
+
+    async def _keep(self, look_s: float) -> None:
+        while True:
+            await asyncio.sleep(look_s)
+            state = self._state()
+            if state == self._seen != self._loaded:
+                self._loaded = state
+                self._read_again()
+            self._seen = state
+            self._say_end()
+
+    def _read_again(self) -> None:
+        try:
+            self._load()
+        except UserError as error:
+            log.warning("%s has changed, and what was read before stays in use: %s", self._path, error)
+            return
+        self._ends, self._said = _first_end(self._path), None
+        log.warning("%s has changed and was read again, its end is %s", self._path, self._ends)
+
+    def _say_end(self) -> None:
+        """Say once a day that the end is near."""
+        now = datetime.datetime.now(datetime.UTC)
+        if self._ends is None or self._ends - now > _ENDS_SOON or (self._said and now - self._said < _DAY):
+            return
+        self._said = now
+        word = "ends" if self._ends > now else "has ended"
+        log.warning("a certificate in %s %s at %s: put the next one in its place", self._path, word, self._ends)
+
+    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_state_of, self._files))
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file; None: there is none to be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _first_end(path: Path) -> datetime.datetime | None:
+    """Return when the first certificate of a PEM file ends; None where it cannot be told."""
+    try:
+        return min(found.not_valid_after_utc for found in x509.load_pem_x509_certificates(path.read_bytes()))
+    except (OSError, ValueError):
+        return None
 
 
 def _begun(

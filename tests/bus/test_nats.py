@@ -528,6 +528,25 @@ async def test_a_denied_publication_is_fatal_at_flush(restricted_url: str) -> No
     await bus.close()
 
 
+async def test_one_subscription_too_many_is_fatal_at_flush_in_the_brokers_words(tmp_path: Path) -> None:
+    """It costs no connection: what was subscribed to before is heard."""
+    server = EmbeddedNats.launch(None, tmp_path, "max_subscriptions: 3\n")
+    bus = await NatsBus.connect(BusAccess(server.url), "test")
+    heard = await bus.subscribe("first")
+    await bus.flush()
+    for number in range(3):
+        await bus.subscribe(f"more.{number}")
+    with pytest.raises(BrokerUnreachableError, match="maximum subscriptions exceeded"):
+        await bus.flush()
+    assert bus.is_connected
+    await bus.publish("first", b"yes", {})
+    async for delivery in heard:
+        assert delivery.payload == b"yes"
+        break
+    await bus.close()
+    server.stop()
+
+
 async def test_a_wrong_password_is_one_line_without_the_password(restricted_url: str) -> None:
     with pytest.raises(BrokerRefusesError, match="password") as caught:
         await NatsBus.connect(BusAccess(restricted_url.replace("://", "://worker:hunter2@")), "test")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import pytest
 from schemas.subjects import Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
-from services.errors import BrokerRefusesError, UserError
-from services.trust.certificates import CA_FILE, LASTS, ca_file, client_context, new_certificate
+from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
+from services.trust.certificates import CA_FILE, LASTS, CertificateFile, ca_file, client_context, new_certificate
 from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys
 from tests.bus.test_nats import stopped
 from tests.waiting import until
@@ -75,6 +76,19 @@ async def test_who_lacks_the_ca_believes_nobody(broker: EmbeddedNats, keys: Mesh
     other = ca.with_name("other.pem")
     other.write_bytes(new_certificate(LOOPBACK).ca)
     assert "is not believed to be ours" in await refusal(gateway(broker.url, keys, other))
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_a_broker_that_is_full_is_quoted(keys: MeshKeys, ca: Path, tmp_path: Path, is_encrypted: bool) -> None:
+    keys.save(tmp_path / "keys")
+    secured = (tmp_path / "keys" / BROKER_FILE).read_text() if is_encrypted else ""
+    server = EmbeddedNats.launch(None, tmp_path / "run", f"max_connections: 1\n{secured}")
+    access = gateway(server.url, keys, ca) if is_encrypted else BusAccess(server.url)
+    first = await NatsBus.connect(access, "gateway-0")
+    with pytest.raises(BrokerUnreachableError, match=r"does not let us in: maximum connections exceeded$"):
+        await NatsBus.connect(access, "gateway-0")
+    await first.close()
+    server.stop()
 
 
 async def test_a_certificate_for_another_name_is_refused_by_name(keys: MeshKeys, tmp_path: Path) -> None:
@@ -215,6 +229,51 @@ async def test_it_comes_back_encrypted_and_to_nobody_else(tmp_path: Path, caplog
     await bus.flush()
     await bus.close()
     server.stop()
+
+
+async def test_a_ca_that_is_replaced_is_believed_from_then_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = MeshKeys.fresh(LOOPBACK)
+    server = serving(mine, tmp_path)
+    port = int(server.url.rpartition(":")[2])
+    ca = tmp_path / CA_FILE
+    assert mine.certificate is not None
+    ca.write_bytes(mine.certificate.ca)
+    bus = await NatsBus.connect(gateway(server.url, mine, ca), "gateway-0")
+    server.stop()
+    following = replace(mine, certificate=new_certificate(LOOPBACK))
+    server = serving(following, tmp_path / "following", port)
+    await until(lambda: "not believed to be ours" in caplog.text)
+    ca.write_bytes(b"")  # it is being written
+    ca.write_bytes(following.certificate.ca)
+    await until(lambda: bus.is_connected)
+    await bus.flush()
+    await bus.close()
+    server.stop()
+
+
+async def test_an_end_that_is_near_is_said_once_and_counted_in_days(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that changes is read again; what cannot be read as a certificate has no end."""
+    now = datetime.datetime.now(datetime.UTC)
+    path = tmp_path / CA_FILE
+    path.write_bytes(new_certificate(LOOPBACK, now - LASTS + datetime.timedelta(days=6, hours=12)).ca)
+    file = CertificateFile(path, partial(client_context, path))
+    assert 6 < file.days_left < 7
+    with file.kept(0.01):
+        path.write_bytes(new_certificate(LOOPBACK, now - LASTS - datetime.timedelta(days=2)).ca)
+        await until(lambda: "was read again" in caplog.text)
+        assert -3 < file.days_left < -1
+        path.write_bytes(b"rubbish")
+        await until(lambda: "stays in use" in caplog.text)
+        assert -3 < file.days_left < -1
+        path.unlink()
+        await until(lambda: caplog.text.count("stays in use") == 2)
+        path.write_bytes(new_certificate(LOOPBACK).ca)
+        await until(lambda: caplog.text.count("was read again") == 2)
+        assert file.days_left > 3_000
+    said = [record.getMessage() for record in caplog.records if "put the next one" in record.getMessage()]
+    assert ["has ended" in line for line in said] == [False, True]
 
 
 def test_stock_tools_verify_it_too(broker: EmbeddedNats, ca: Path) -> None:

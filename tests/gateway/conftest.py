@@ -19,7 +19,7 @@ from services.gateway.service import load_model, run_gateway
 from services.metrics import Metrics
 from services.ports import bind
 from services.telemetry import ListExporter, SpanRecord, Telemetry
-from services.times import GatewayTimes, Times
+from services.times import BusTimes, GatewayTimes, Times
 from tests.credentials import SEED
 from tests.gateway.fake_mesh import FakeMesh
 
@@ -78,7 +78,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
         config = msgspec.structs.replace(
             config,
             gateway=msgspec.structs.replace(config.gateway, **settings),
-            times=Times(gateway=GatewayTimes(**(times or {}))),
+            times=Times(gateway=GatewayTimes(**(times or {})), bus=BusTimes(certificates_look_s=0.02)),
             worker=msgspec.structs.replace(config.worker, fence_after_ms=500),  # of no worker here
         )
         served = model

@@ -12,6 +12,7 @@ from schemas.block import pack_tokens
 from schemas.ids import WorkerId
 from schemas.request import AttemptFailure, RefusalReason, RequestTokens
 from schemas.worker import WorkerInfo, WorkerJoined
+from services.bus.memory import MemoryBus
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 
@@ -277,3 +278,21 @@ async def test_stopping_lets_what_runs_end(open_rig: OpenRig) -> None:
         await asyncio.sleep(0)
         rig.mesh.gate.set()
         assert (await asked).json()["choices"][0]["text"] == rig.text
+
+
+async def test_what_nobody_foresaw_ends_one_request_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus raises what it never does; who is served meanwhile is served on."""
+    rig.mesh.conduct["d1"] = Conduct(hangs_at=3)
+    served = asyncio.create_task(rig.http.post(C, json=body(rig)))
+    await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+
+    async def broken(*_args: object) -> None:
+        raise RuntimeError("nobody has thought of it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryBus, "request", broken)
+        failed = await rig.http.post(C, json=body(rig))
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal")
+    assert "RuntimeError" in failed.json()["error"]["message"]
+    await rig.mesh.lose("d1")
+    assert (await served).json()["choices"][0]["text"] == rig.text

@@ -14,6 +14,7 @@ from services.errors import UserError
 from services.gateway.server import tls_context
 from tests.certificates import Certificate, make_certificate
 from tests.gateway.conftest import OpenRig, Rig
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,35 @@ async def test_a_handshake_has_a_time_limit(open_rig: OpenRig, own: Certificate)
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.http.base_url.port)
         assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_certificate_that_is_replaced_is_served_at_once(
+    open_rig: OpenRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its key comes later; connections that are open stay. That it ends soon is said."""
+    served = make_certificate(tmp_path)
+    following = make_certificate(tmp_path / "next")
+    trusting = ssl.create_default_context(cafile=served.cert)
+    async with open_rig(gateway=settings_of(served)) as rig, httpx.AsyncClient(verify=trusting) as kept:
+        health = f"https://localhost:{rig.http.base_url.port}/health"
+        assert (await kept.get(health)).is_success
+        [warned] = [line for line in caplog.messages if "put the next one in its place" in line]
+        assert str(served.cert) in warned
+        served.cert.write_bytes(following.cert.read_bytes())
+        await until(lambda: "what was read before stays in use" in caplog.text)
+        async with httpx.AsyncClient(verify=trusting) as other:
+            assert (await other.get(health)).is_success
+        served.key.write_bytes(following.key.read_bytes())
+        await until(lambda: "was read again" in caplog.text)
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=following.cert)) as other:
+            assert (await other.get(health)).is_success
+        async with httpx.AsyncClient(verify=trusting) as other:
+            with pytest.raises(httpx.ConnectError):
+                await other.get(health)
+        assert (await kept.get(health)).is_success
+        rig.metrics.sample()
+        [days] = re.findall(rb"^kvmesh_gateway_certificate_days_left (\S+)$", rig.metrics.render()[0], re.MULTILINE)
+        assert 0 < float(days) <= 1
 
 
 def test_what_cannot_be_used_is_one_line(own: Certificate, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from services.gateway.request.events import (
     SendRun,
     StopMatched,
     Submitted,
+    TaskFailed,
     TokensReceived,
     WorkerAccepted,
     WorkerLost,
@@ -164,6 +165,8 @@ class RequestCore:
             case GatewayStopping():
                 stopping = FailRequest("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
                 return self._end("gateway stopping", stopping)
+            case TaskFailed():
+                return self._end("the gateway failed", FailRequest("internal", event.reason, 500))
             case PlaceGranted() | PlaceRefused() | PlaceUnanswered():
                 is_awaited = self.phase is Phase.PLACING and event.attempt == self.attempt
                 return self._placing(event, now_ms) if is_awaited else []

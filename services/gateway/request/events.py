@@ -155,9 +155,16 @@ class GatewayStopping:
     """This gateway ends, and its requests with it."""
 
 
+@dataclass(frozen=True, slots=True)
+class TaskFailed:
+    """What this gateway was doing for the request has failed, in a way that nobody foresaw."""
+
+    reason: str
+
+
 PlaceEvent = PlaceGranted | PlaceRefused | PlaceUnanswered
 AttemptEvent = PlaceEvent | WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered
-RequestEvent = Submitted | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
+RequestEvent = Submitted | StopMatched | DeadlinePassed | ClientGone | GatewayStopping | TaskFailed
 FleetEvent = WorkerLost | WorkerReady
 Event = AttemptEvent | TokensReceived | FleetEvent | RequestEvent
 
