@@ -118,6 +118,12 @@ def understood(tokenizer: LLTokenizer, text: str) -> _Grammar:
     return _Grammar(matcher, tokenizer.vocab_size)
 
 
+def takes(tokenizer: LLTokenizer, grammar: _Grammar, text: str) -> bool:
+    """Return whether a grammar lets an answer be this text."""
+    matcher, tokens = grammar.matcher.deep_copy(), tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 class _Answer:
     """Implements `Grammar`. `anew` returns a grammar in place of one that is spent."""
 
@@ -187,6 +193,8 @@ def _check(matcher: LLMatcher) -> None:
     error = matcher.get_error()
     if "NoExtension" in error:
         raise GrammarError("no answer satisfies it")
+    if "Regex is empty" in error:
+        raise GrammarError("no text that can be written matches its pattern")
     raise GrammarError(_line(error))
 
 

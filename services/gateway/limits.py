@@ -161,6 +161,9 @@ for each, which is 0.1 s of work here, and minutes for a million."""
 MAX_INDENT = 16
 """Characters before a line of JSON that a schema holds."""
 
+MAX_BOUNDS = 64
+"""Different bounds of numbers in a schema that are tried, where they are in doubt: some milliseconds each."""
+
 MAX_BLAMED = 24
 """Parts of a schema that are tried one by one, to name the one that is at fault."""
 

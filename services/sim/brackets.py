@@ -5,6 +5,7 @@ tokens cannot be wrong after a resume: what the simulator looks for is an engine
 """
 
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
@@ -67,8 +68,9 @@ class BracketGrammars:
     def read_grammar(self, constraint: Constraint, timeout_s: float) -> str:
         """Implements `GrammarReader`, at once."""
 
-        def check(text: str) -> None:
+        def check(text: str) -> Callable[[str], bool]:
             self.compile(text).result()
+            return lambda _: False  # tokens here are no text
 
         return understand(constraint, check)
 

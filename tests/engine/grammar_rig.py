@@ -1,9 +1,9 @@
-"""Tokenizers of the kinds that checkpoints have, walks through a grammar's masks, and what a schema says of a value."""
+"""Tokenizers of the kinds that checkpoints have, and walks through a grammar's masks."""
 
 import random
-import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -38,9 +38,10 @@ class Checkpoint:
     def grammar(self, text: str) -> Grammar:
         return self.grammars.compile(text).result(60)
 
-    def check(self, text: str) -> None:
-        """Raise GrammarError for a grammar that cannot be held."""
+    def check(self, text: str) -> Callable[[str], bool]:
+        """Return whether a grammar takes a text. Raises GrammarError for one that cannot be held."""
         self.grammar(text)
+        return partial(self.takes, text)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -97,70 +98,3 @@ def byte_fallback() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer
-
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool,
-    "null": type(None),
-}  # fmt: skip
-
-
-def satisfies(value: Any, schema: Any, root: Any = None) -> bool:
-    """Say whether a value is what a schema says, of the keywords that these tests use."""
-    root = schema if root is None else root
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema:
-        target: Any = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            target = target[part]
-        if not satisfies(value, target, root):
-            return False
-    kinds = schema.get("type", list(_TYPES))
-    if not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
-        return False
-    checks = [
-        value in schema["enum"] if "enum" in schema else True,
-        value == schema["const"] if "const" in schema else True,
-        any(satisfies(value, each, root) for each in schema["anyOf"]) if "anyOf" in schema else True,
-        sum(satisfies(value, each, root) for each in schema["oneOf"]) == 1 if "oneOf" in schema else True,
-        all(satisfies(value, each, root) for each in schema.get("allOf", ())),
-    ]
-    if isinstance(value, str):
-        checks += [
-            schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)),
-            re.search(schema.get("pattern", ""), value) is not None,
-        ]
-    if _is(value, "number"):
-        checks += [
-            schema.get("minimum", value) <= value <= schema.get("maximum", value),
-            value > schema.get("exclusiveMinimum", value - 1),
-            value < schema.get("exclusiveMaximum", value + 1),
-            value % schema.get("multipleOf", value or 1) == 0,
-        ]
-    if isinstance(value, list):
-        first = schema.get("prefixItems", [])
-        checks += [
-            schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)),
-            all(satisfies(item, each, root) for item, each in zip(value, first, strict=False)),
-            all(satisfies(item, schema.get("items", True), root) for item in value[len(first) :]),
-        ]
-    if isinstance(value, dict):
-        known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-        checks += [
-            schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value)),
-            all(name in value for name in schema.get("required", ())),
-        ]
-        for name, each in value.items():
-            matching = [found for pattern, found in patterns.items() if re.search(pattern, name)]
-            matching += [known[name]] if name in known else []
-            checks += [
-                satisfies(each, found, root) for found in (matching or [schema.get("additionalProperties", True)])
-            ]
-    return all(checks)
-
-
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, float) and value.is_integer())

@@ -6,6 +6,7 @@ import sys
 import threading
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -15,7 +16,7 @@ from services.engine import grammar as module
 from services.engine import limits
 from services.engine.grammar import Grammars, lark_of_gbnf, lark_of_regex
 from services.engine.interface import GrammarError
-from tests.engine.grammar_rig import KINDS, Checkpoint, byte_level, satisfies
+from tests.engine.grammar_rig import KINDS, Checkpoint, byte_level
 
 TREE: dict[str, Any] = {
     "$defs": {
@@ -95,19 +96,8 @@ def test_random_answers_are_valid(checkpoint: Checkpoint, name: str) -> None:
         if answer[-1] in checkpoint.eos:
             num_whole += 1
             value = json.loads(checkpoint.text(answer))
-            assert satisfies(value, schema), value
+            assert jsonschema_rs.is_valid(schema, value), value
     assert num_whole >= 10, "most come to an end"
-
-
-def test_the_validator_of_these_tests_refuses() -> None:
-    good = {"name": "Ada", "age": 3, "tags": ["a"], "pet": None}
-    assert satisfies(good, SCHEMAS["person"])
-    for bad in ({"name": "ada"}, {"age": 151}, {"age": 1.5}, {"height": 3}, {"tags": []}, {"tags": ["x"]}, {"pet": 1},
-                {"other": 1}):  # fmt: skip
-        assert not satisfies(good | bad, SCHEMAS["person"]), bad
-    assert not satisfies({"name": "a", "children": [{}]}, TREE) and not satisfies([1, 2], SCHEMAS["even"])
-    assert not satisfies(["a", True, 1], SCHEMAS["pair"]) and not satisfies({"k1": 2}, SCHEMAS["map"])
-    assert not satisfies("abcde", SCHEMAS["either"]) and not satisfies({}, SCHEMAS["both"])
 
 
 def test_the_end_is_every_eos_and_only_where_the_document_is_complete(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,7 @@
 """What clients may say that an answer must be: what is held, neutral, or refused by name and place."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from services.gateway import limits
 from services.gateway.api import constraints
 from services.gateway.api.constraints import (
+    Calls,
     Constraint,
     Marker,
     ResponseFormat,
@@ -210,7 +212,7 @@ HELD_CASES: dict[str, list[tuple[Any, list[str], list[str]]]] = {
                               ['{"a":1,"b":"x"}'], ['{"b":1}'])],
     "patternProperties": [({"type": "object", "patternProperties": {"^a": WHOLE}}, ['{"ab":1,"b":"x"}'],
                            ['{"ab":"x"}', '{"\\u0061":"x"}'])],
-    "minProperties": [({"type": "object", "minProperties": 2}, ['{"a":1,"b":1}'], ['{"a":1}'])],
+    "minProperties": [({"type": "object", "minProperties": 2, "required": ["a"]}, ['{"a":1,"b":1}'], ['{"a":1}'])],
     "maxProperties": [({"type": "object", "maxProperties": 1}, ['{"a":1}'], ['{"a":1,"b":1}'])],
     "items": [({"type": "array", "items": WHOLE}, ["[1,2]", "[]"], ['["a"]']),
               ({"type": "array", "items": [TEXT, WHOLE]}, ['["a",1]'], ["[1]"])],
@@ -341,6 +343,98 @@ def test_a_keyword_that_is_neutral(demo: Checkpoint, keyword: str) -> None:
 def test_a_bad_schema_is_refused_with_its_place(demo: Checkpoint, schema: Any, message: str) -> None:
     error = refusal(demo, response_format=named(schema))
     assert message in error.message and error.code == "invalid_schema" and "$defs/whole" not in error.message
+
+
+BEYOND = 2**53
+NUMBER = {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": [BEYOND + 1]}, f"at /enum: {BEYOND + 1} is beyond 2**53"),
+        ({"items": {"const": {"a": [-BEYOND - 1]}}}, f"at /items/const: {-BEYOND - 1} is beyond 2**53"),
+        ({"enum": ["a", 10**40]}, "is beyond 2**53"),
+        ({**WHOLE, "minimum": BEYOND + 1}, "would be taken"),
+        ({**WHOLE, "maximum": BEYOND + 1}, "could not be written"),
+        ({"anyOf": [TEXT, {**WHOLE, "exclusiveMaximum": -BEYOND - 1}]}, "at /anyOf/1 cannot be held"),
+        ({**WHOLE, "minimum": 2**63}, "cannot be held"),
+        ({**NUMBER, "exclusiveMinimum": 0, "maximum": 0.5}, "0 would be taken"),
+        ({**NUMBER, "exclusiveMinimum": 0, "maximum": 0.3}, "0 would be taken"),
+        ({**NUMBER, "exclusiveMinimum": 1, "maximum": 1.5}, "1 would be taken"),
+        ({**NUMBER, "minimum": -1.5, "exclusiveMaximum": -1}, "-1 would be taken"),
+        ({"allOf": [{**NUMBER, "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "at / cannot be held"),
+        ({"$defs": {"a": {"$anchor": "b", "maximum": 0.5}},
+          "properties": {"p": {"$ref": "#b", **NUMBER, "exclusiveMinimum": 0}}}, "at /properties/p cannot be held"),
+        ({**NUMBER, "exclusiveMinimum": 0, "anyOf": [{"maximum": 7}, {"oneOf": [{"maximum": 0.5}]}]},
+         "at / cannot be held"),
+        ({"enum": ["a\u0007b"]}, "at /enum: the character U+0007 would be dropped"),
+        ({"const": {"x": ["\u007f"]}}, "the character U+007F"),
+        ({"const": "\u0000"}, "the character U+0000"),
+        *(({**TEXT, "pattern": pattern}, "no text that can be written matches its pattern") for pattern in (
+            r"^a\x07b$", r"a\x7Fb", r"\u0007", r"\u{7}", r"\x{0007}", r"\a", r"\v", "a\u0001", r"[\x07]",
+            r"x[\x00-\x07]y", r"[\x0e\x0f]", r"\x7f(a|b)?",
+        )),
+        ({**TEXT, "pattern": "[[:alpha:]]"}, "at /pattern: '[:' in brackets is not supported"),
+        ({"patternProperties": {"[+--]": {}}}, "at /patternProperties: '--' in brackets is not supported"),
+        ({**TEXT, "pattern": "[]a]"}, "at /pattern: ']a' in brackets is not supported"),
+        ({**TEXT, "pattern": "[a"}, "at /pattern: a bracket is not closed"),
+        ({"type": "object", "minProperties": 2}, "at most 1 can be held here"),
+        ({"type": "object", "required": ["a", "a"], "minProperties": 3}, "at most 2 can be held here"),
+        ({"type": "object", "patternProperties": {"^a": WHOLE}, "additionalProperties": False, "minProperties": 2},
+         "at most 1 can be held here"),
+    ],
+)  # fmt: skip
+def test_what_the_library_would_round_drop_or_repeat_is_refused(demo: Checkpoint, schema: Any, message: str) -> None:
+    error = refusal(demo, response_format=named(schema))
+    assert message in error.message and error.code == "invalid_schema"
+    if schema.get("type") == "number" or "pattern" in schema:
+        inside = refusal(demo, guided_grammar=f'start: "a" %json {json.dumps(schema)}')
+        assert message in inside.message and inside.param == "guided_grammar"
+        calls = Calls(f'start: "f" %json {json.dumps(schema)}', (("tools[0]", json.dumps(schema)),))
+        with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
+            understand(Constraint(None, calls), demo.check)
+        assert raised.value.param == "tools[0]"
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"enum": [BEYOND, -BEYOND]}, [str(BEYOND), str(-BEYOND)], [str(BEYOND + 1)]),
+        ({**WHOLE, "minimum": BEYOND, "maximum": BEYOND}, [str(BEYOND)], [str(BEYOND - 1)]),
+        ({**WHOLE, "maximum": 2**63 - 1}, [str(2**63 - 1)], [str(2**63)]),
+        ({**NUMBER, "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0", "0.0", "-0"]),
+        ({**NUMBER, "exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0.4"], ["0", "1", "1.0"]),
+        ({**TEXT, "pattern": r"^.\s[.\s]$"}, ['"a ."', '"a\\n "'], ['"\\r  "', '"a\u0085."', '"\u2028 ."']),
+        ({"anyOf": [{**NUMBER, "exclusiveMinimum": 0}, {**NUMBER, "maximum": -0.5}]}, ["1", "-0.5"], ["0"]),
+        ({"const": "a\b\f\n\r\t"}, ['"a\\b\\f\\n\\r\\t"'], ['"a"']),
+        ({"const": {"a\u0007": 1}}, ['{"a\\u0007":1}'], ['{"a":1}']),
+        ({**TEXT, "pattern": r"^[^\x00-\x1f\x7f]{2}$"}, ['"ab"'], ['"a"']),
+        ({**TEXT, "pattern": r"^[^\"]+$"}, ['"a\\n"'], ['"\\""']),
+        ({**TEXT, "pattern": r"^([^\"\\]|\\[\"\\])*$"}, ['"a\\\\\\""'], ['"\\""', '"\\\\"']),
+        ({**TEXT, "pattern": r"^[\x00-\x1fz]+$"}, ['"z\\t"'], ['"\\""', '"\\\\"']),
+        ({**TEXT, "pattern": r"^\p{Cc}$"}, ['"\\n"'], ['"\\""']),
+        ({**TEXT, "pattern": r"^a(\x07|[\x07x])?b$"}, ['"axb"', '"ab"'], ['"a\u0007b"']),
+        ({**TEXT, "pattern": r"^[[&~^]\&?$"}, ['"["', '"&&"', '"~"', '"^"'], ['"a"', '"\\""']),
+        ({**TEXT, "pattern": r"^[\\s]$"}, ['"s"', '"\\\\"'], ['" "']),
+        ({**TEXT, "pattern": r"^\d\w[\d\w]$"}, ['"3a4"'], ['"٣aa"', '"3é3"', '"3a٣"', '"3aé"']),
+        ({**TEXT, "pattern": r"(?s)^.$"}, ['"\\r"'], ['"aa"']),
+        ({"type": "object", "patternProperties": {r"^[^\"]$": WHOLE}, "additionalProperties": False}, ['{"a":1}'],
+         ['{"\\"":1}']),
+        ({"type": "object", "minProperties": 2, "required": ["a", "b"]}, ['{"a":1,"b":1}'], ['{"a":1,"a":1}']),
+    ],
+)  # fmt: skip
+def test_what_is_near_to_that_is_held(demo: Checkpoint, schema: Any, good: list[str], bad: list[str]) -> None:
+    grammar = constraint_of({"guided_json": schema}, demo.check)
+    assert [text for text in good if not demo.takes(grammar, text)] == []
+    assert [text for text in bad if demo.takes(grammar, text)] == []
+
+
+def test_too_many_bounds_to_try(demo: Checkpoint) -> None:
+    many = {f"p{number}": {**NUMBER, "exclusiveMinimum": number} for number in range(limits.MAX_BOUNDS + 1)}
+    assert "too many bounds" in refusal(demo, guided_json={"type": "object", "properties": many}).message
+    ways = [{"anyOf": [{"exclusiveMinimum": 10 * i + j} for j in range(10)]} for i in range(10)]
+    assert refusal(demo, guided_json={**NUMBER, "allOf": ways}).code == "invalid_schema"
 
 
 def test_a_schema_that_is_nested_without_end(demo: Checkpoint) -> None:

@@ -16,6 +16,7 @@ from services.engine.grammar import lark_of_gbnf, lark_of_regex
 from services.engine.interface import GrammarError
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.json_bounds import check_bounds
 from services.gateway.api.json_schema import (
     CheckGrammar,
     Schema,
@@ -25,6 +26,7 @@ from services.gateway.api.json_schema import (
     json_of_schema,
     problem_of,
     too_large,
+    with_patterns_in_rust,
 )
 
 _SPACE_IN_LARK = re.compile(r"(?:\s|//[^\n]*\n|#[^\n]*\n)*+")
@@ -160,18 +162,24 @@ def understand(constraint: Constraint, check: CheckGrammar) -> str:
         for name, schema in calls.schemas:
             schemas[name] = msgspec.json.decode(schema)
             check_schema(schemas[name], name)
-    grammar = joined(grammars, constraint.thoughts)
+    grammar = joined(list(map(_in_rust, grammars)), constraint.thoughts)
     try:
         check(grammar)
     except GrammarError as error:
         param, place, reason = constraint.param, "", str(error)
-        for name, schema in schemas.items():
+        for name, asked in schemas.items():
+            schema = with_patterns_in_rust(asked)
             problem = reason if len(schemas) == 1 else problem_of(schema, check)
             if problem:
                 param, (place, reason) = name, blame(schema, problem, check)
                 break
         where = f" at {place}" if place else ""
         raise InvalidRequestError(f"`{param}`{where} cannot be held: {reason}", param, constraint.code) from error
+    tried = list(schemas.items())
+    if document is not None and document.kind == "grammar":
+        tried += [(document.param, schema) for schema, _, _ in _schemas_in_lark(grammars[0])]
+    for name, schema in tried:
+        check_bounds(schema, name, check)
     return grammar
 
 
@@ -298,6 +306,22 @@ def _lark_of_grammar(text: str, param: str) -> str:
         raise InvalidRequestError(f"`{param}` is neither Lark nor GBNF", param, "invalid_grammar")
     if _TEMPERATURE_IN_LARK.search(text) is not None:
         raise InvalidRequestError(f"`{param}`: a rule's temperature is not supported", param, "invalid_grammar")
+    for schema, _, _ in _schemas_in_lark(text):
+        check_schema({name: value for name, value in schema.items() if name != "x-guidance"}, param)
+    return text
+
+
+def _in_rust(grammar: str) -> str:
+    """Return a grammar whose schemas, which were checked, have their regular expressions as llguidance reads them."""
+    said, done = list[str](), 0
+    for schema, begin, end in _schemas_in_lark(grammar):
+        said += [grammar[done:begin], msgspec.json.encode(with_patterns_in_rust(schema)).decode()]
+        done = end
+    return "".join(said) + grammar[done:]
+
+
+def _schemas_in_lark(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the JSON Schemas that a grammar in Lark has, and where each begins and ends."""
     at = 0
     while (found := text.find("%json", at)) >= 0:
         space = _SPACE_IN_LARK.match(text, found + len("%json"))
@@ -306,8 +330,8 @@ def _lark_of_grammar(text: str, param: str) -> str:
         if not text.startswith("{", at):
             continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, at)
+            schema, end = json.JSONDecoder().raw_decode(text, at)
         except (ValueError, RecursionError):  # llguidance says what is wrong with it
             continue
-        check_schema({name: value for name, value in schema.items() if name != "x-guidance"}, param)
-    return text
+        yield schema, at, end
+        at = end

@@ -20,10 +20,11 @@ from pathlib import Path
 import msgspec
 
 from services.ending import hear_no_signal
-from services.engine.grammar import GrammarError, tokens_of, understood
+from services.engine.grammar import GrammarError, takes, tokens_of, understood
 from services.gateway import limits
 from services.gateway.api.constraints import Constraint, understand
 from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.json_schema import CheckGrammar
 
 
 class LoadTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -92,28 +93,23 @@ def _receive_tokens(control: socket.socket) -> LoadTokens:
         return msgspec.msgpack.decode(file.read(), type=LoadTokens)
 
 
-def _check_of(tokens: LoadTokens) -> Callable[[str], None]:
-    """Return what raises GrammarError for a grammar that cannot be held."""
+def _check_of(tokens: LoadTokens) -> CheckGrammar:
     try:
         library = tokens_of(tokens.tokenizer, tokens.vocab_size, list(tokens.eos_token_ids))
     except GrammarError as error:
         reason = str(error)
 
-        def refuse(_: str) -> None:
+        def refuse(_: str) -> Callable[[str], bool]:
             raise GrammarError(reason)
 
         return refuse
-
-    def check(text: str) -> None:
-        understood(library, text)
-
-    return check
+    return lambda text: partial(takes, library, understood(library, text))
 
 
 # In a copy.
 
 
-def _answer(asked: socket.socket, check: Callable[[str], None]) -> None:
+def _answer(asked: socket.socket, check: CheckGrammar) -> None:
     """Answer one question, and end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where memory ends libraries print, and abort
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -139,7 +135,7 @@ def _data_bytes() -> int:
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 
 
-def _understand(asked: socket.socket, constraint: Constraint, check: Callable[[str], None]) -> None:
+def _understand(asked: socket.socket, constraint: Constraint, check: CheckGrammar) -> None:
     try:
         said = Understood(understand(constraint, check))
     except InvalidRequestError as error:

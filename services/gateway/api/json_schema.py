@@ -8,7 +8,8 @@ thousands may have long names in it.
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, cast
@@ -19,12 +20,13 @@ import msgspec
 from services.engine.interface import GrammarError
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.json_patterns import in_rust
 from services.gateway.api.nesting import levels
 
 Schema = dict[str, Any] | bool
 Place = tuple[str, ...]
-CheckGrammar = Callable[[str], None]
-"""Raises GrammarError where a grammar cannot be held."""
+CheckGrammar = Callable[[str], Callable[[str], bool]]
+"""Returns whether a grammar takes a text as a whole answer. Raises GrammarError where the grammar cannot be held."""
 
 FORMATS = frozenset(("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Values of `format` that are held."""
@@ -48,6 +50,8 @@ _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "items", "additionalItems")
 ESCAPES = 'nrtbf\\"'
 """What may stand behind a backslash in a string."""
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""What has no short escape, and does not stand in a string as it is."""
 _MOVED = "#/$defs/whole"
 """Where a schema is that is looked at in parts."""
 
@@ -79,26 +83,28 @@ def json_of_schema(schema: Schema, param: str, *, compact: bool = False) -> str:
 
 def check_schema(schema: Schema, param: str) -> None:
     """Raise InvalidRequestError for what llguidance would pass over in a schema, or take too long for."""
-    known = dict(_subschemas(schema))
+    known = dict(subschemas(schema))
     targets = {place for each in known for place, _ in _children(each, known[each])} | {()}  # booleans too
-    anchors = {f"#{each.get('$anchor')}" for each in known.values()}
     steps = Fraction(1)
     for place, each in known.items():
         for keyword, value in each.items():
             reason = _refusal(keyword, value)
-            if keyword == "$ref" and not (isinstance(value, str) and (value in anchors or _target(value) in targets)):
+            if keyword == "$ref" and target_of(value, known) not in targets:
                 reason = f"{value!r} refers to no schema within this one"
             if keyword == "multipleOf" and (step := _step(value)) is not None:
                 steps = _common_multiple(steps, step)
                 if steps.numerator > limits.MAX_MULTIPLE_OF:
                     reason = f"with the others its least multiple is over {limits.MAX_MULTIPLE_OF}"
             if reason:
-                where = _pointer((*place, keyword))
+                where = pointer((*place, keyword))
                 raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
+        if reason := _free_names(each):
+            where = pointer((*place, "minProperties"))
+            raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
     try:
-        TopologicalSorter({place: list(_needed(place, each)) for place, each in known.items()}).prepare()
+        TopologicalSorter({place: list(_needed(place, each, known)) for place, each in known.items()}).prepare()
     except CycleError as error:
-        message = f"`{param}` at {_pointer(error.args[1][0]) or '/'}: it needs itself within it, so that it never ends"
+        message = f"`{param}` at {pointer(error.args[1][0]) or '/'}: it needs itself within it, so that it never ends"
         raise InvalidRequestError(message, param, "invalid_schema") from error
 
 
@@ -112,14 +118,14 @@ def blame(schema: Schema, reason: str, check: CheckGrammar) -> tuple[str, str]:
         for at, child in _children(place, each):
             num_tried += isinstance(child, dict)
             if num_tried > limits.MAX_BLAMED:
-                return _pointer(place), reason
+                return pointer(place), reason
             if isinstance(child, dict) and (found := _problem(_part(cast("dict[str, Any]", schema), at), check)):
                 bad.setdefault(found, (at, cast("dict[str, Any]", child)))
         if not bad:
             break
         reason = reason if reason in bad else next(iter(bad))
         place, each = bad[reason]
-    return _pointer(place), reason
+    return pointer(place), reason
 
 
 def problem_of(schema: Schema, check: CheckGrammar) -> str:
@@ -151,7 +157,19 @@ def _with_options(schema: Schema, *, compact: bool) -> str:
     return msgspec.json.encode({"x-guidance": options, **({} if isinstance(schema, bool) else schema)}).decode()
 
 
-def _subschemas(schema: Schema) -> Iterator[tuple[Place, dict[str, Any]]]:
+def with_patterns_in_rust(schema: Schema) -> Schema:
+    """Return a schema with its regular expressions as llguidance reads them. Raises GrammarError where `check_schema`
+    would refuse one."""
+    found: Schema = msgspec.json.decode(msgspec.json.encode(schema))
+    for _, each in subschemas(found):
+        if isinstance(pattern := each.get("pattern"), str):
+            each["pattern"] = in_rust(pattern)
+        if isinstance(named := each.get("patternProperties"), dict):
+            each["patternProperties"] = {in_rust(name): of for name, of in cast("dict[str, Any]", named).items()}
+    return found
+
+
+def subschemas(schema: Schema) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Yield each schema within a schema, itself first, with its place; no booleans."""
     waiting: list[tuple[Place, Any]] = [((), schema)]
     while waiting:
@@ -174,9 +192,9 @@ def _children(place: Place, schema: dict[str, Any]) -> Iterator[tuple[Place, Any
             yield (*place, keyword), value
 
 
-def _needed(place: Place, schema: dict[str, Any]) -> Iterator[Place]:
+def _needed(place: Place, schema: dict[str, Any], known: Mapping[Place, dict[str, Any]]) -> Iterator[Place]:
     """Yield the places of schemas of which a value of this one has, or is, one."""
-    if (target := _target(schema.get("$ref"))) is not None:
+    if (target := target_of(schema.get("$ref"), known)) is not None:
         yield target
     for keyword in _SCHEMA_LISTS[:3]:
         children: Any = schema.get(keyword)
@@ -190,14 +208,17 @@ def _needed(place: Place, schema: dict[str, Any]) -> Iterator[Place]:
         yield (*place, "items")
 
 
-def _target(reference: Any) -> Place | None:
-    """Return the place that a `$ref` names by a JSON pointer (RFC 6901); None: it names none so."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+def target_of(reference: Any, known: Mapping[Place, dict[str, Any]]) -> Place | None:
+    """Return the place that a `$ref` names, by a JSON pointer (RFC 6901) or by the anchor of one of the schemas that
+    are `known`; None: it names none so."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
         return None
+    if reference != "#" and not reference.startswith("#/"):
+        return next((place for place, each in known.items() if each.get("$anchor") == reference[1:]), None)
     return tuple(name.replace("~1", "/").replace("~0", "~") for name in unquote(reference).split("/")[1:])
 
 
-def _pointer(place: Place) -> str:
+def pointer(place: Place) -> str:
     """Spell a place as a JSON pointer."""
     return "".join(f"/{name.replace('~', '~0').replace('/', '~1')}" for name in place)
 
@@ -208,11 +229,56 @@ def _refusal(keyword: str, value: Any) -> str:
         return f"the format {value!r} is not supported; {', '.join(sorted(FORMATS))} are"
     if keyword in HELD:
         long = [text for text in _strings(keyword, value) if len(text) > limits.MAX_LITERAL_CHARACTERS]
-        return f"a text of {len(long[0])} characters, over {limits.MAX_LITERAL_CHARACTERS}" if long else ""
+        if long:
+            return f"a text of {len(long[0])} characters, over {limits.MAX_LITERAL_CHARACTERS}"
+        return _unheld(keyword, value)
     if keyword in NEUTRAL or (keyword.startswith("x-") and keyword != "x-guidance"):
         return ""
     near = difflib.get_close_matches(keyword, HELD | NEUTRAL, 1, 0.8)
     return f"`{keyword}` is not supported" + (f"; is `{near[0]}` meant?" if near else "")
+
+
+def _unheld(keyword: str, value: Any) -> str:
+    """Return what of a keyword llguidance would round, drop or read otherwise, and say nothing of it; "": nothing."""
+    if keyword in ("enum", "const"):
+        for each in _values(value):
+            if isinstance(each, int) and abs(each) > 2**53:
+                return f"{each} is beyond 2**53, and would be rounded"
+            if isinstance(each, str) and (found := _UNWRITTEN.search(each)):
+                return f"the character U+{ord(found[0]):04X} would be dropped"
+    patterns: list[Any] = [value] if keyword == "pattern" else []
+    if keyword == "patternProperties" and isinstance(value, dict):
+        patterns += cast("dict[str, Any]", value)
+    try:
+        for each in patterns:
+            if isinstance(each, str):
+                in_rust(each)
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield a value, and all values in it; no names."""
+    waiting: list[Any] = [value]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        if isinstance(each, dict | list):
+            waiting += cast("dict[str, Any]", each).values() if isinstance(each, dict) else cast("list[Any]", each)
+
+
+def _free_names(schema: dict[str, Any]) -> str:
+    """Return why the least number of names is not held; "": it is. A name that is no property's may come twice."""
+    required: Any = schema.get("required")
+    least: Any = schema.get("minProperties")
+    names = (
+        {each for each in cast("list[Any]", required) if isinstance(each, str)} if isinstance(required, list) else ()
+    )
+    are_free = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    if not are_free or not isinstance(least, int | float) or least <= len(names) + 1:
+        return ""
+    return f"at most {len(names) + 1} can be held here, as one name may come twice: name what is `required`"
 
 
 def _strings(keyword: str, value: Any) -> Iterator[str]:
@@ -246,7 +312,7 @@ def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
 def _part(schema: dict[str, Any], place: Place) -> str:
     """Return a schema that is only the one at `place` of another."""
     whole = {name: value for name, value in schema.items() if name != "$id"}
-    return json.dumps({"$defs": {"whole": _moved(whole)}, "$ref": _MOVED + quote(_pointer(place))})
+    return json.dumps({"$defs": {"whole": _moved(whole)}, "$ref": _MOVED + quote(pointer(place))})
 
 
 def _moved(value: Any) -> Any:
