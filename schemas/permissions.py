@@ -17,7 +17,8 @@ REPLIES = "_REPLY"
 INBOX = "_INBOX"
 ALL = "mesh.>"
 """What people subscribe to who want to hear all that they may."""
-PEOPLE = (Role.OBSERVER, Role.OPERATOR)
+GUESTS = (Role.OBSERVER, Role.OPERATOR, Role.INDEXER)
+"""Who serves nothing, and comes with a stock client of NATS and credentials of its own."""
 SERVICE_NAMES = {
     Role.GATEWAY: ("gateway",),
     Role.SCHEDULER: ("scheduler",),
@@ -55,7 +56,7 @@ def permissions_of(role: Role, name: str) -> Permissions:
     publish = [p for subject in SUBJECTS for p in granted(subject, role, Direction.PUBLISH, name)]
     heard = [p for subject in SUBJECTS for p in granted(subject, role, Direction.SUBSCRIBE, name)]
     own = f"{inbox_of(role, name)}.>"
-    if role in PEOPLE:
+    if role in GUESTS:
         unheard = [_anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.heard_by}]
         inboxes = f"{INBOX}.>" if role is Role.OBSERVER else own
         unheard.append(f"{ALL} >")  # in no queue group: a member of one takes its questions away from the others

@@ -98,6 +98,9 @@ class Role(enum.StrEnum):
     """A person who may see what happens, but no prompt, no token, no hash of a prompt and no ticket."""
     OPERATOR = "operator"
     """A person who may hear everything."""
+    INDEXER = "indexer"
+    """A program from outside that keeps its own index of who holds which block: it hears no prompt, no token, no answer
+    and no tenant's name."""
 
 
 class Permit(NamedTuple):
@@ -157,6 +160,7 @@ GATEWAYS, SCHEDULERS, DIRECTORIES, HOLDERS = (
 )  # fmt: skip
 OBSERVERS = Permit(Role.OBSERVER)
 OPERATORS = Permit(Role.OPERATOR)
+INDEXERS = Permit(Role.INDEXER)
 ADDRESSED_HOLDER, ADDRESSED_GATEWAY = Permit(Role.HOLDER, "to"), Permit(Role.GATEWAY, "to")
 WORKER_ITSELF = Permit(Role.HOLDER, "worker_id")
 SOURCE, TARGET = Permit(Role.HOLDER, "source_worker"), Permit(Role.HOLDER, "target_worker")
@@ -202,7 +206,7 @@ FLEET = _question(
     "scheduler",
     True,
 )
-_KNOW_THE_FLEET = (SCHEDULERS, DIRECTORIES, GATEWAYS, OBSERVERS)
+_KNOW_THE_FLEET = (SCHEDULERS, DIRECTORIES, GATEWAYS, OBSERVERS, INDEXERS)
 JOINED = _event(
     "mesh.v1.worker.{worker.worker_id}.joined",
     WorkerJoined,
@@ -256,14 +260,18 @@ REQUEST_STATUS = _question(
     "mesh.v1.request.{id}.status", DescribeRequest, (RequestDescribed,), PEOPLE, GATEWAYS, "gateway", may_be_empty=True
 )
 REQUEST_SOUGHT = _question("mesh.v1.request.{id}.sought", DescribeRequest, (RequestDescribed,), GATEWAYS, GATEWAYS)
-LOCATE = _question("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), SCHEDULERS, DIRECTORIES, "directory")
+LOCATE = _question(
+    "mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), (SCHEDULERS, GATEWAYS), DIRECTORIES, "directory"
+)
 DIRECTORY_STATUS = _question(
     "mesh.v1.directory.status", DescribeDirectory, (DirectoryDescribed,), PEOPLE, DIRECTORIES, "directory", True
 )
 HEAT = _question("mesh.v1.directory.{worker_id}.heat", AskHeat, (BlockHeat,), WORKER_ITSELF, DIRECTORIES, "directory")
-STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, DIRECTORIES)
-EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, DIRECTORIES)
-INVENTORY = _question("mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), DIRECTORIES, ADDRESSED_HOLDER)
+STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, (DIRECTORIES, INDEXERS))
+EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, (DIRECTORIES, INDEXERS))
+INVENTORY = _question(
+    "mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), (DIRECTORIES, INDEXERS), ADDRESSED_HOLDER
+)
 PURGE = _question("mesh.v1.kv.{to}.purge", PurgeBlocks, (BlocksPurged,), OPERATORS, ADDRESSED_HOLDER)
 LEASE = _question("mesh.v1.kv.{to}.{reader}.lease", RequestLease, (LeaseGranted, Refused), READER, ADDRESSED_HOLDER)
 RETURNED = _event("mesh.v1.kv.{to}.{reader}.returned", ReturnLease, READER, ADDRESSED_HOLDER)

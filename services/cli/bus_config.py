@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from schemas.permissions import PEOPLE
+from schemas.permissions import GUESTS
 from schemas.subjects import Role
 from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from services.trust.keys import BROKER_FILE, MESH_FILE, MeshKeys, credentials_file, key_file
@@ -26,7 +26,7 @@ def run_bus_config(folder: Path, hosts: Sequence[str], days: int) -> None:
     console.print(f"no absolute path), and start it again:\n\n  include {os.path.relpath(folder / BROKER_FILE)}\n")
     console.print("Each service needs its role's key, and no other; or, best, one of its own (--member decode-0):\n")
     for role in Role:
-        if role not in PEOPLE:
+        if role not in GUESTS:
             console.print(f"  {key_file(folder, role)}")
     if hosts:
         console.print(f"\nEverybody needs beside it, to know the broker by its certificate:\n\n  {folder / CA_FILE}")
@@ -37,6 +37,7 @@ def run_bus_config(folder: Path, hosts: Sequence[str], days: int) -> None:
     console.print(f"\nFor people, for {days} days, as `nats --creds FILE` and `kvmesh tail --creds FILE` read them:\n")
     console.print(f"  {credentials_file(folder, Role.OBSERVER)}   what happens, without prompts and answers")
     console.print(f"  {credentials_file(folder, Role.OPERATOR)}   everything")
+    console.print(f"  {credentials_file(folder, Role.INDEXER)}    who holds which block: for a program of your own")
     url = f"tls://{f'[{hosts[0]}]' if ':' in hosts[0] else hosts[0]}:4222" if hosts else "URL"
     console.print(f"\nThen: kvmesh up --nats {url} --keys {folder}, or kvmesh serve ROLE --keys {folder}")
 

@@ -20,7 +20,7 @@ from dataplane.lasting import lasting_task
 from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import remove_stale_arenas
 from schemas.ids import new_id
-from schemas.permissions import PEOPLE
+from schemas.permissions import GUESTS
 from schemas.subjects import Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
@@ -214,7 +214,7 @@ class Supervisor:
         folder = self.keys_dir
         if self.has_open_bus:
             return BusAccess(self.nats_url)
-        if role in PEOPLE:
+        if role in GUESTS:
             return person_access(self.nats_url, credentials_file(folder, role), role)
         identity = load_role_key(key_file(folder, role)).identity(name or new_id(role))
         return BusAccess(self.nats_url, identity, ca_file(folder))

@@ -20,7 +20,7 @@ import msgspec
 from dataplane.addresses import is_loopback
 from schemas.broker import MAX_PAYLOAD_BYTES
 from schemas.ids import is_subject_token, new_id
-from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
+from schemas.permissions import GUESTS, SERVICE_NAMES, inbox_of
 from schemas.subjects import Role
 from services.config import READABLE_KEYS, MeshConfig, fresh_secret, takes_readable_keys
 from services.errors import UserError
@@ -181,7 +181,7 @@ class MeshKeys:
         mesh = MeshKey(
             seed=nats_jwt.seed(operator), account=nats_jwt.public(account), system=nats_jwt.public(system),
             signers={role: nats_jwt.public(pair) for role, pair in signers.items()},
-            people={role: nats_jwt.seed(signers[role]) for role in PEOPLE},
+            people={role: nats_jwt.seed(signers[role]) for role in GUESTS},
         )  # fmt: skip
         tenant_seed = fresh_secret()
         own: dict[Role, dict[str, Any]] = {
@@ -208,7 +208,7 @@ class MeshKeys:
         credentials end; None: never."""
         found: dict[str, bytes] = {}
         for role, key in self.roles.items():
-            if role in PEOPLE:
+            if role in GUESTS:
                 found[f"{role}{_CREDENTIALS_SUFFIX}"] = key.identity(role, people_life_s).credentials.encode()
             else:
                 found[f"{role}{_ROLE_SUFFIX}"] = msgspec.json.encode(key)
@@ -236,7 +236,7 @@ class MeshKeys:
         UserError where it cannot be written, or has one of them already: nothing is replaced, and no link is
         followed."""
         files = self.files(folder.absolute(), people_life_s)
-        people = {role: nats_jwt.user_of(files[credentials_file(folder, role).name].decode()) for role in PEOPLE}
+        people = {role: nats_jwt.user_of(files[credentials_file(folder, role).name].decode()) for role in GUESTS}
         members = {name: (Made(public=user.sub, ends_s=user.iat + people_life_s),) for name, user in people.items()}
         files |= {MESH_FILE: msgspec.json.encode(msgspec.structs.replace(self.mesh, members=members))}
         if taken := [name for name in files if os.path.lexists(folder / name)]:
@@ -329,4 +329,4 @@ def person_access(url: str, path: Path, role: Role) -> BusAccess:
     return BusAccess(url, person(path, role), ca_file(path.parent), lambda: person(path, role))
 
 
-assert set(SERVICE_NAMES) | set(PEOPLE) == set(Role)
+assert set(SERVICE_NAMES) | set(GUESTS) == set(Role)

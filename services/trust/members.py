@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from schemas.ids import is_subject_token
-from schemas.permissions import PEOPLE, SERVICE_NAMES
+from schemas.permissions import GUESTS, SERVICE_NAMES
 from schemas.subjects import Role
 from services.errors import UserError
 from services.files import private_folder, replace_private
@@ -33,11 +33,15 @@ from services.trust.keys import (
 
 def add_member(folder: Path, name: str, life_s: int) -> Path:
     """Write the key of a member, for so long and in place of the one before, and return the folder that it needs. That
-    has the broker's CA too, where there is one. People's own, `observer` and `operator`, lie in `folder` itself. Raises
-    UserError."""
+    has the broker's CA too, where there is one. Guests' own, `observer`, `operator` and `indexer`, lie in `folder`
+    itself. Raises UserError."""
     role = role_of_member(name)
     mesh = read_key(folder / MESH_FILE, MeshKey)
-    if role in PEOPLE:
+    if role in GUESTS and role not in mesh.people:
+        raise UserError(
+            f"the keys in {folder} were made before there was an {role}: `kvmesh bus-config` makes new ones"
+        )
+    if role in GUESTS:
         signing = RoleKey(role=role, account=mesh.account, seed=mesh.people[role])
     else:
         signing = load_role_key(key_file(folder, role))
@@ -46,12 +50,12 @@ def add_member(folder: Path, name: str, life_s: int) -> Path:
     # The record comes first: what is not in it cannot be revoked.
     living = tuple(made for made in mesh.members.get(name, ()) if made.ends_s > time.time())
     made = Made(public=user.sub, ends_s=user.iat + life_s)
-    own = folder if role in PEOPLE and name == role else folder / name
+    own = folder if role in GUESTS and name == role else folder / name
     with _written(folder):
         members = {**mesh.members, name: (*living, made)}
         replace_private(folder / MESH_FILE, msgspec.json.encode(msgspec.structs.replace(mesh, members=members)))
         private_folder(own)
-        if role in PEOPLE:
+        if role in GUESTS:
             replace_private(credentials_file(own, role), credentials.encode())
         else:
             key = msgspec.structs.replace(signing, seed="", name=name, credentials=credentials)
@@ -86,7 +90,7 @@ def revoke_member(folder: Path, name: str) -> None:
 
 def role_of_member(name: str) -> Role:
     """Return the role that a member's name says. Raises UserError."""
-    kinds = {kind: role for role, kinds in SERVICE_NAMES.items() for kind in kinds} | {role: role for role in PEOPLE}
+    kinds = {kind: role for role, kinds in SERVICE_NAMES.items() for kind in kinds} | {role: role for role in GUESTS}
     kind = name.partition("-")[0]
     if kind not in kinds or not is_subject_token(name):
         raise UserError(f"--member {name!r} must begin with what it is, as decode-0 does: {', '.join(kinds)}")

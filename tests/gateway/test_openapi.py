@@ -15,10 +15,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.gateway.conftest import Rig
+from tests.gateway.test_locate import directory_of
 from tests.share import examples
 
 OPERATIONS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize",
+    "POST /v1/kv/locate",
     "GET /v1/models", "GET /v1/models/{model_id}", "GET /v1/capabilities", "GET /version", "GET /health",
 ]  # fmt: skip
 CHECKS = [
@@ -32,6 +34,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "n": 2},
     "/v1/responses": {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1},
     "/tokenize": {"prompt": "Hi", "return_token_strs": True},
+    "/v1/kv/locate": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
 
@@ -67,7 +70,8 @@ def try_operation(url: str, name: str, model: str) -> set[int]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 async def test_what_is_described_is_what_is_answered(rig: Rig, name: str) -> None:
-    statuses = await asyncio.to_thread(try_operation, rig.url, name, rig.model.name)
+    async with directory_of(rig):
+        statuses = await asyncio.to_thread(try_operation, rig.url, name, rig.model.name)
     assert statuses <= {200, 400, 404} and 200 in statuses | ({200} if "{model_id}" in name else set())
 
 

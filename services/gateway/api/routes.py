@@ -6,9 +6,10 @@ import functools
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from litestar import Litestar, Request, Response, get, post
@@ -36,6 +37,7 @@ from services.gateway.api.docs import JSON, Described, describe
 from services.gateway.api.grammars import UnderstoodGrammars
 from services.gateway.api.guard import EarlyRefusal, NotNowError, asks_to_split, check_json, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.locate import LocateBody, Located, LocateReply, prompt_asked_for
 from services.gateway.api.logprobs import TokenTexts
 from services.gateway.api.openai import ChatBody, CompletionBody, decode_body
 from services.gateway.api.parameters import Route
@@ -66,7 +68,7 @@ from services.gateway.api.tokenizing import (
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
-from services.gateway.request.job import Job
+from services.gateway.request.job import Job, PackedPrompt
 from services.gateway.requests import Requests
 from services.metric_names import REQUESTS
 from services.runtime import now_ms
@@ -76,6 +78,7 @@ from services.trust.credentials import signer_of
 
 log = logging.getLogger(__name__)
 
+AskedT = TypeVar("AskedT")
 HttpRequest = Request[object, object, State]
 
 _EXPOSED = ["x-request-id", "traceparent", "retry-after"]
@@ -96,10 +99,12 @@ class Gateway:
     stopping: bool = False
     bodies: Bodies = field(init=False)
     grammars: UnderstoodGrammars = field(init=False)
+    located: Located = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.times)
         self.grammars = UnderstoodGrammars(self.model.grammars, self.times)
+        self.located = Located(self.model, self.bus, self.times.place_timeout_s)
 
     @property
     def times(self) -> GatewayTimes:
@@ -135,6 +140,7 @@ _DESCRIBED = {
     Route.RESPONSES.value: Described(ResponseReply, ResponsesBody, _OF_ANSWERS, streams=True),
     "/tokenize": Described(TokenizeReply, TokenizeBody, _OF_BODIES),
     "/detokenize": Described(DetokenizeReply, DetokenizeBody, _OF_BODIES),
+    "/v1/kv/locate": Described(LocateReply, LocateBody, _OF_BODIES),
     "/v1/models": Described(ModelsReply),
     "/v1/models/{model_id}": Described(ModelReply, statuses=(404,)),
     "/v1/capabilities": Described(CapabilitiesReply),
@@ -163,7 +169,10 @@ class GatewayApp:
 def _routes(origins: tuple[str, ...]) -> Litestar:
     """Return the routes of any gateway that lets in pages of these origins. They keep no state of a gateway, and are
     made once: that costs as much as ten requests."""
-    asked, told = [completions, chat_completions, responses, tokens, text], [models, model, what_is_taken, version]
+    asked, told = (
+        [completions, chat_completions, responses, tokens, text, locate],
+        [models, model, what_is_taken, version],
+    )
     app = Litestar(
         route_handlers=[*asked, *told, health, description],
         exception_handlers={
@@ -222,12 +231,22 @@ async def version(request: HttpRequest) -> Response[bytes]:
 
 @post("/tokenize", status_code=200, summary="The tokens of a text, or of a conversation")
 async def tokens(request: HttpRequest) -> ASGIApp:
-    return await _answer(_serving.get(), request, tokenize)
+    return await _answer(_serving.get(), request, lambda model, body, _: tokenize(model, body), _as_it_is)
 
 
 @post("/detokenize", status_code=200, summary="The text of tokens")
 async def text(request: HttpRequest) -> ASGIApp:
-    return await _answer(_serving.get(), request, detokenize)
+    return await _answer(_serving.get(), request, lambda model, body, _: detokenize(model, body), _as_it_is)
+
+
+@post("/v1/kv/locate", status_code=200, summary="Who holds the KV of a prompt of this tenant's")
+async def locate(request: HttpRequest) -> ASGIApp:
+    gateway = _serving.get()
+
+    async def holders(prompt: PackedPrompt, owner: str) -> msgspec.Struct:
+        return await gateway.located.holders_of(prompt, owner, RequestId(new_id("req")))
+
+    return await _answer(gateway, request, prompt_asked_for, holders)
 
 
 @get("/health", summary="Could a request be served now?")
@@ -294,9 +313,13 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
 
 
 async def _answer(
-    gateway: Gateway, request: HttpRequest, understand: Callable[[GatewayModel, bytes], msgspec.Struct]
+    gateway: Gateway,
+    request: HttpRequest,
+    understand: Callable[[GatewayModel, bytes, str], AskedT],
+    reply_to: Callable[[AskedT, str], Awaitable[msgspec.Struct]],
 ) -> ASGIApp:
-    """Return the response of a route that asks nobody else."""
+    """Return the response of a route that generates nothing: what `reply_to` says to what was understood of a body, for
+    its tenant and its owner."""
     has_read = False
     try:
         tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
@@ -305,7 +328,8 @@ async def _answer(
         async with gateway.bodies.read_body(request, timeout_s, tenant, max_bytes) as body:
             has_read = True
             owner = owner_of(request, tenant)
-            reply = await gateway.bodies.understand(owner, len(body), lambda: understand(gateway.model, body))
+            asked = await gateway.bodies.understand(owner, len(body), lambda: understand(gateway.model, body, tenant))
+        reply = await reply_to(asked, owner)
     except InvalidRequestError as error:
         refused, status, headers = error_of_invalid(error), error.status, _headers_of(error)
     except NotNowError as error:
@@ -313,6 +337,10 @@ async def _answer(
     else:
         return ASGIResponse(body=encode_reply(reply), media_type="application/json")
     return _refusal(gateway, refused, status, headers, has_read=has_read)
+
+
+async def _as_it_is(reply: msgspec.Struct, _: str) -> msgspec.Struct:
+    return reply
 
 
 def _headers_of(error: InvalidRequestError) -> dict[str, str]:

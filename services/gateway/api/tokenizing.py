@@ -11,7 +11,7 @@ from services.gateway.api.openai import ChatBody, check_vocabulary, decode_stric
 from services.gateway.api.prepare import GatewayModel, check_model, encode_chat, encode_text
 
 
-class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A text, or a conversation as the model's template writes it; the fields as those of the routes that answer."""
 
     model: str | None = None
@@ -23,6 +23,9 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
@@ -50,7 +53,7 @@ def tokenize(model: GatewayModel, payload: bytes) -> TokenizeReply:
     check_model(model, body.model or model.name)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either `prompt` or `messages`", "prompt")
-    token_ids = _chat_tokens(model, body) if body.prompt is None else _text_tokens(model, body, body.prompt)
+    token_ids = tokens_of_prompt(model, body)
     texts = [model.codec.token_bytes(token).decode(errors="replace") for token in token_ids]
     return TokenizeReply(
         count=len(token_ids),
@@ -68,17 +71,22 @@ def detokenize(model: GatewayModel, payload: bytes) -> DetokenizeReply:
     return DetokenizeReply(prompt=model.codec.decode_shown(body.tokens))
 
 
+def tokens_of_prompt(model: GatewayModel, body: PromptBody) -> list[int]:
+    """Return the tokens of a text or a conversation, of which the body has one. Raises InvalidRequestError."""
+    return _chat_tokens(model, body) if body.prompt is None else _text_tokens(model, body, body.prompt)
+
+
 _OF_CHATS = ("tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-def _text_tokens(model: GatewayModel, body: TokenizeBody, prompt: str) -> list[int]:
+def _text_tokens(model: GatewayModel, body: PromptBody, prompt: str) -> list[int]:
     for name in _OF_CHATS:
         if getattr(body, name):
             raise InvalidRequestError(f"`{name}` goes with `messages`", name)
     return encode_text(model, prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
-def _chat_tokens(model: GatewayModel, body: TokenizeBody) -> list[int]:
+def _chat_tokens(model: GatewayModel, body: PromptBody) -> list[int]:
     if body.add_special_tokens:
         message = "`add_special_tokens` goes with `prompt`: the template writes all special tokens"
         raise InvalidRequestError(message, "add_special_tokens", "unsupported_parameter")

@@ -19,7 +19,7 @@ from schemas.directory import BlocksStored
 from schemas.handoff import KVOffered
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message, UndecodableMessageError, decode, encode
-from schemas.permissions import ALL, PEOPLE, Direction, granted, replies_to
+from schemas.permissions import ALL, GUESTS, Direction, granted, replies_to
 from schemas.request import PlaceRequest, RunPrefill
 from schemas.subjects import SUBJECTS, Role, Subject
 from services.trust.keys import MeshKeys, key_file, load_role_key
@@ -235,7 +235,7 @@ async def queues(target: Target) -> Found:
         async with target.joined(role) as member:
             for subject in SUBJECTS:
                 patterns = {subject.of(*("*" for _ in subject.ids)), ALL} if subject.reply else set[str]()
-                if role not in PEOPLE:
+                if role not in GUESTS:
                     patterns -= {*granted(subject, role, Direction.SUBSCRIBE, EVIL)}  # its own to serve
                 for pattern, queue in itertools.product(patterns, QUEUES):
                     member.denied.clear()
