@@ -5,13 +5,14 @@ what the library learns of the regular expressions as they are used, and the bou
 begins again with a grammar that nobody has used.
 """
 
+import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -177,13 +178,28 @@ def tokens_of(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> LLTo
     """Return a tokenizer's tokens as grammars have them, of its JSON. Raises GrammarError."""
     if not eos_token_ids:
         raise GrammarError("this model has no token that ends a text, which structured output needs")
+    known = with_known_decoder(tokenizer)
     try:
         try:
-            return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
+            return LLTokenizer(known, n_vocab=vocab_size, eos_token=eos_token_ids)
         except ValueError:  # it may have more tokens than the model
-            return LLTokenizer(tokenizer, eos_token=eos_token_ids)
+            return LLTokenizer(known, eos_token=eos_token_ids)
     except ValueError as error:
         raise GrammarError(f"structured output does not know this model's tokenizer: {_line(str(error))}") from error
+
+
+def with_known_decoder(tokenizer: str) -> str:
+    """Return a tokenizer's JSON with a decoder of which llguidance makes the same bytes of a token within a text. It
+    knows no Metaspace: alone that is refused, behind others passed over."""
+    read: dict[str, Any] = json.loads(tokenizer) if '"Metaspace"' in tokenizer else {}
+    decoder: dict[str, Any] = read.get("decoder") or {"type": ""}
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    found = [step["replacement"] for step in steps if step["type"] == "Metaspace"]
+    if not found:
+        return tokenizer
+    spaces = [{"type": "Replace", "pattern": {"String": mark}, "content": " "} for mark in found]
+    # By the bytes' tokens the library tells what kind of decoder it is; no other step has a meaning for it.
+    return json.dumps({**read, "decoder": {"type": "Sequence", "decoders": [*spaces, {"type": "ByteFallback"}]}})
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -192,6 +192,10 @@ MAX_TROUBLES = 8
 MAX_PARTS = 16
 """Deliveries of one choice that a slow client's mailbox keeps apart; the tokens of later ones join the last."""
 
+PROMPT_END_TOKENS = 256
+"""So many of a prompt's last tokens are decoded together with an answer's first ones. A few would do; the others are
+for texts in scripts of which a tokenizer has bytes alone: a run of bytes is decoded as a whole or not at all."""
+
 MAX_HELD_TOKENS = 32
 """Tokens that are decoded together in search of a whole character. Bytes that never become one would else be decoded
 again from their beginning for each token."""

@@ -547,7 +547,7 @@ def test_a_detokenizer_shows_the_special_tokens_that_it_is_told_to() -> None:
         (("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), 'é[TOOL_CALLS]now[ARGS]{"é": 1}<tool_call>'),
         (("<tool_call>", "</s>"), 'énow{"é": 1}</s><tool_call>'),
     ):
-        detokenizer = codec.detokenizer(shown)
+        detokenizer = codec.detokenizer(codec.prompt_end((), codec.ids_shown(shown)))
         assert "".join([*(detokenizer.add_tokens([each]) for each in token_ids), detokenizer.rest()]) == expected
 
 
@@ -564,7 +564,7 @@ def test_a_shown_token_ends_a_run_of_bytes() -> None:
     shown, hidden = codec.added_ids["[T]"], codec.added_ids["[H]"]
     first, second = (byte + 1 for byte in "é".encode())
     for ids in ([vocab["▁a"], first, hidden, second, shown, vocab["▁a"]], [first, shown, second, vocab["a"], shown]):
-        detokenizer = codec.detokenizer(("[T]",))
+        detokenizer = codec.detokenizer(codec.prompt_end((), codec.ids_shown(["[T]"])))
         text = "".join([*(detokenizer.add_tokens([each]) for each in ids), detokenizer.rest()])
         assert text == codec.decode_shown([each for each in ids if each != hidden])
         assert text.count("[T]") == ids.count(shown)

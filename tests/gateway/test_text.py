@@ -3,18 +3,21 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.tokenizer import read_tokenizer
 from services.errors import UserError
+from services.gateway import limits
 from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplateError
 from services.gateway.api.text import StopMatcher, TextCodec, codec_of
+from tests.gateway.sentencepiece import TOKENIZERS
 from tests.share import examples
 
 
@@ -33,21 +36,6 @@ def byte_level() -> TextCodec:
     return TextCodec(tokenizer)
 
 
-def byte_fallback() -> TextCodec:
-    """Return a tokenizer like Llama's: words with ▁, bytes for the rest, a leading space that is stripped."""
-    vocab: dict[str, int] = {"<unk>": 0, "</s>": 1}
-    for byte in range(256):
-        vocab[f"<0x{byte:02X}>"] = len(vocab)
-    for piece in ("▁", "▁the", "▁a", "a", "b", "▁▁", "é", "�", "ab"):
-        vocab[piece] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True), AddedToken("<unk>", special=True)])
-    return TextCodec(tokenizer)
-
-
 def word_piece() -> TextCodec:
     words = ["[UNK]", "play", "##ing", "do", "n't", ".", "'", "s", "##x"]
     vocab = {word: index for index, word in enumerate(words)}
@@ -59,13 +47,13 @@ def word_piece() -> TextCodec:
 CODECS = {
     "demo": codec_of(read_tokenizer(DEMO_MODEL_DIR)),
     "byte_level": byte_level(),
-    "byte_fallback": byte_fallback(),
     "word_piece": word_piece(),
+    **{name: TextCodec(make()) for name, make in TOKENIZERS.items()},
 }
 
 
-def deltas_of(codec: TextCodec, token_ids: list[int], sizes: list[int]) -> list[str]:
-    detokenizer = codec.detokenizer()
+def deltas_of(codec: TextCodec, token_ids: list[int], sizes: list[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = codec.detokenizer(codec.prompt_end(prompt, codec.ids_shown()))
     deltas: list[str] = []
     at = 0
     for size in [*sizes, len(token_ids)]:
@@ -77,11 +65,40 @@ def deltas_of(codec: TextCodec, token_ids: list[int], sizes: list[int]) -> list[
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
-def test_deltas_add_up_to_the_decoded_whole(name: str, data: st.DataObject) -> None:
+def test_deltas_add_up_to_what_an_answer_adds_to_its_prompt(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]
     ids = data.draw(st.lists(st.integers(0, codec.vocab_size + 1), max_size=60))
     sizes = data.draw(st.lists(st.integers(0, 4), max_size=60))
-    assert "".join(deltas_of(codec, ids, sizes)) == codec.decode(ids)
+    prompt = data.draw(st.lists(st.integers(0, codec.vocab_size + 1), max_size=12))
+    if prompt and data.draw(st.booleans()):  # longer than what is looked at of it
+        prompt = (prompt * limits.PROMPT_END_TOKENS)[: limits.PROMPT_END_TOKENS + 20]
+        assume(num_bytes_at_end(codec, prompt) < limits.PROMPT_END_TOKENS)
+    assert "".join(deltas_of(codec, ids, sizes, prompt)) == added_to(codec, prompt, ids)
+
+
+def added_to(codec: TextCodec, prompt: list[int], answer: list[int]) -> str:
+    """Return an answer's text by its definition."""
+    alone, both = codec.decode(prompt), codec.decode([*prompt, *answer])
+    at = next((at for at, pair in enumerate(zip(alone, both, strict=False)) if pair[0] != pair[1]), len(alone))
+    return both[at:]
+
+
+def num_bytes_at_end(codec: TextCodec, prompt: list[int]) -> int:
+    """Return how many byte-fallback tokens a prompt ends in."""
+    shown = codec.ids_shown()
+    names = [codec._tokenizer.id_to_token(token) for token in reversed(prompt) if token in shown]  # pyright: ignore[reportPrivateUsage]
+    return next((at for at, name in enumerate(names) if not name.startswith("<0x")), len(names))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(data=st.data())
+def test_bytes_beyond_what_is_looked_at_are_whole_characters(data: st.DataObject) -> None:
+    """A text in a script of which a tokenizer has bytes alone: a prompt of it, and what goes on from any place."""
+    codec = CODECS["llama"]
+    text = data.draw(st.text("東京éß🙂", min_size=100, max_size=150)) * 3
+    ids = codec.encode(text)
+    at = data.draw(st.integers(300, len(ids)))
+    assert "".join(deltas_of(codec, ids[at:], [1] * len(ids), ids[:at])) == added_to(codec, ids[:at], ids[at:])
 
 
 @pytest.mark.parametrize("name", ["demo", "byte_level"])

@@ -7,7 +7,7 @@ from typing import Literal
 from schemas.logprobs import TokenLogprob
 from schemas.request import FinishReason
 from services.gateway.api.pieces import CallBegin, Content, Piece, Reasoning, Splitter
-from services.gateway.api.text import Detokenizer, StopMatcher
+from services.gateway.api.text import Detokenizer, PromptEnd, StopMatcher
 from services.gateway.request.events import Deliver
 
 ShownReason = FinishReason | Literal["tool_calls"]
@@ -21,6 +21,7 @@ class Choice:
     """
 
     prompt: Sequence[int]
+    prompt_end: PromptEnd
     prompt_text: str
     detokenizer: Detokenizer
     matcher: StopMatcher
@@ -79,6 +80,11 @@ class Choice:
     def is_over(self) -> bool:
         """No more tokens are needed: what comes behind is not shown."""
         return self.matcher.matched or (self.splitter is not None and self.splitter.is_over)
+
+    @property
+    def prompt_before(self) -> str:
+        """The prompt's text, as far as it is not part of the answer's."""
+        return self.prompt_text[: len(self.prompt_text) - self.detokenizer.num_respelled]
 
     @property
     def has_unsent(self) -> bool:

@@ -108,11 +108,13 @@ class Thoughts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer must be, bounded and not yet understood: a document, calls, or either; before it thoughts."""
+    """What an answer must be, bounded and not yet understood: a document, calls, or either; before it thoughts.
+    `behind_space`: the answer begins with a space more, which its text has not."""
 
     document: Written | None = None
     calls: Calls | None = None
     thoughts: Thoughts | None = None
+    behind_space: bool = False
 
     @property
     def param(self) -> str:
@@ -162,7 +164,7 @@ def understand(constraint: Constraint, check: CheckGrammar) -> str:
         for name, schema in calls.schemas:
             schemas[name] = msgspec.json.decode(schema)
             check_schema(schemas[name], name)
-    grammar = joined(list(map(_in_rust, grammars)), constraint.thoughts)
+    grammar = joined(list(map(_in_rust, grammars)), constraint.thoughts, behind_space=constraint.behind_space)
     try:
         check(grammar)
     except GrammarError as error:
@@ -190,11 +192,13 @@ def check_together(constraint: Constraint, *, ignore_eos: bool, allowed_token_id
         raise InvalidRequestError(f"`{name}` contradicts `{constraint.param}`, which says where the answer ends", name)
 
 
-def joined(grammars: Sequence[str], thoughts: Thoughts | None) -> str:
-    """Return a grammar of an answer that is as any one of these, in Lark, says; before it the model's thoughts."""
-    if thoughts is None and len(grammars) == 1:
+def joined(grammars: Sequence[str], thoughts: Thoughts | None, *, behind_space: bool = False) -> str:
+    """Return a grammar of an answer that is as any one of these, in Lark, says; before it the model's thoughts, and
+    before all a space where the answer's text has it not."""
+    if thoughts is None and len(grammars) == 1 and not behind_space:
         return grammars[0]
     before, rule = ("", "") if thoughts is None else _before(thoughts)
+    before = f'" " {before}' if behind_space else before
     names = [f"part_{number}" for number in range(len(grammars))]
     start = f"start: {before} ({' | '.join(f'@{name}' for name in names)})\n{rule}"
     parts = [{"name": name, "lark_grammar": grammar} for name, grammar in zip(names, grammars, strict=True)]

@@ -1,6 +1,6 @@
 """Logarithms of probabilities as clients get them: OpenAI's forms for chats and completions, and vLLM's for prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -51,22 +51,34 @@ PromptLogprobs = tuple[dict[int, PromptLogprob] | None, ...]
 class TokenTexts:
     """How tokens are named. `shows_ids`: as `token_id:7`."""
 
-    def __init__(self, bytes_of: Callable[[int], bytes], *, shows_ids: bool) -> None:
+    def __init__(
+        self, bytes_of: Callable[[int], bytes], first_bytes_of: Callable[[int], bytes], *, shows_ids: bool
+    ) -> None:
         self._bytes_of = bytes_of
+        self._first_bytes_of = first_bytes_of
         self._shows_ids = shows_ids
 
-    def text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._shows_ids else self._bytes_of(token_id).decode(errors="replace")
+    def text(self, token_id: int, *, is_first: bool = False) -> str:
+        """`is_first`: the token begins a text, where it may have no space before it."""
+        if self._shows_ids:
+            return f"token_id:{token_id}"
+        return (self._first_bytes_of if is_first else self._bytes_of)(token_id).decode(errors="replace")
 
     def chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
         pairs = zip(token_ids, logprobs, strict=True)
         return ChatLogprobs(content=tuple(self._content(token_id, found) for token_id, found in pairs))
 
     def completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], offset: int
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        offset: int,
+        begin_ids: Collection[int] = (),
     ) -> TextLogprobs:
-        """Return the logarithms of tokens, the first of which begins at this character."""
-        texts = [self.text(token_id) for token_id in token_ids]
+        """Return the logarithms of tokens, the first of which begins at this character. The first of `begin_ids` among
+        them begins a text."""
+        begin = next((at for at, token_id in enumerate(token_ids) if token_id in begin_ids), None)
+        texts = [self.text(token_id, is_first=at == begin) for at, token_id in enumerate(token_ids)]
         offsets: list[int] = []
         for text in texts:
             offsets.append(offset)
@@ -75,8 +87,8 @@ class TokenTexts:
             tokens=tuple(texts),
             token_logprobs=tuple(None if found is None else _finite(found.logprob) for found in logprobs),
             top_logprobs=tuple(
-                None if found is None else self._by_text(text, found)
-                for text, found in zip(texts, logprobs, strict=True)
+                None if found is None else self._by_text(text, found, is_first=at == begin)
+                for at, (text, found) in enumerate(zip(texts, logprobs, strict=True))
             ),
             text_offset=tuple(offsets),
         )
@@ -96,11 +108,11 @@ class TokenTexts:
             ),
         )
 
-    def _by_text(self, text: str, found: TokenLogprob) -> dict[str, float]:
+    def _by_text(self, text: str, found: TokenLogprob, *, is_first: bool) -> dict[str, float]:
         """Return the likeliest tokens and the token itself; of those that have one text, the likeliest."""
         named: dict[str, float] = {}
         for token_id, logprob in found.top:
-            named.setdefault(self.text(token_id), _finite(logprob))
+            named.setdefault(self.text(token_id, is_first=is_first), _finite(logprob))
         named.setdefault(text, _finite(found.logprob))
         return named
 

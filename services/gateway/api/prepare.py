@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -27,7 +28,7 @@ from services.gateway.api.openai import (
 )
 from services.gateway.api.replies import CONTEXT_LENGTH_EXCEEDED, too_long
 from services.gateway.api.template import ChatTemplateError, texts_of
-from services.gateway.api.text import TextCodec
+from services.gateway.api.text import PromptEnd, TextCodec
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 
 SEED_MASK = 2**63 - 1
@@ -70,12 +71,14 @@ class GatewayModel:
 class Prepared:
     """An HTTP request, checked and tokenized: one prompt or several, each answered `options.n` times.
 
-    `texts`: the prompts', where they are to be echoed. `max_tokens`: of the answer to each, at least one. `reading`:
-    how the answers' texts are taken apart. `constraint` is still to be understood.
+    `ends`: what the answers to each prompt stand behind. `texts`: the prompts', where they are to be echoed.
+    `max_tokens`: of the answer to each, at least one. `reading`: how the answers' texts are taken apart. `constraint`
+    is still to be understood.
     """
 
     options: Options
     prompts: tuple[list[int], ...]
+    ends: tuple[PromptEnd, ...]
     texts: tuple[str, ...]
     max_tokens: tuple[int, ...]
     reading: Reading
@@ -84,14 +87,14 @@ class Prepared:
 
 def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int = MAX_PAYLOAD_BYTES) -> Prepared:
     """Return what is to be computed. `max_bytes`: of a message on the bus. Raises InvalidRequestError."""
-    options = options_of(body, model.vocab_size)
-    texts: list[str] = []
+    options, codec = options_of(body, model.vocab_size), model.codec
+    asked: list[str | list[int]] = []
     check_model(model, options.model)
     reading, constraint = Reading(), constraint_in(body)
     if isinstance(body, ChatBody):
         param, chat = "messages", chat_of(body)
         token_ids = [encode_chat(model, chat)]
-        reading, constraint = answer_to(chat, token_ids[0], model.codec, model.tool_format, constraint)
+        reading, constraint = answer_to(chat, token_ids[0], codec, model.tool_format, constraint)
     else:
         param = "prompt"
         asked = prompts_of(body, model.vocab_size)
@@ -102,8 +105,6 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
             encode_text(model, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
             for prompt in asked
         ]
-        if options.echo:
-            texts = [prompt if isinstance(prompt, str) else model.codec.decode(prompt) for prompt in asked]
     default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
     bad_words = _bad_words(model, body.bad_words)
     if constraint is not None:
@@ -113,14 +114,24 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
     options = msgspec.structs.replace(options, sampling=sampling)
     num_fitting = _num_fitting(model, options, constraint, max_bytes)
     max_tokens = [_max_tokens(model, options, len(ids), num_fitting, default, param, max_bytes) for ids in token_ids]
+    shown_ids = codec.ids_shown(codec.added_ids if options.shows_special else reading.shown)
+    ends = [codec.prompt_end(prompt, shown_ids) for prompt in token_ids]
     return Prepared(
         options=options,
         prompts=tuple(token_ids),
-        texts=tuple(texts),
+        ends=tuple(ends),
+        texts=tuple(map(partial(_text, codec), asked, token_ids, ends)) if options.echo else (),
         max_tokens=tuple(max_tokens),
         reading=reading,
         constraint=constraint,
     )
+
+
+def _text(codec: TextCodec, asked: str | list[int], prompt: Sequence[int], end: PromptEnd) -> str:
+    """Return a prompt's text as it is echoed: as the client wrote it, or as its tokens spell it."""
+    if isinstance(asked, str) and end.is_certain:
+        return asked
+    return codec.decode_shown([token for token in prompt if token in end.shown_ids])
 
 
 def constraint_in(body: CompletionBody | ChatBody) -> Constraint | None:

@@ -389,12 +389,15 @@ async def _call(
         return responses, prepared, jobs
 
     responses, prepared, jobs = await gateway.bodies.understand(owner, len(payload), understand)
-    if prepared.constraint is not None:
-        with _own_names(responses):
-            grammar = await gateway.grammars.grammar_of(prepared.constraint, owner)
-        jobs = [job.held_to(grammar) for job in jobs]
     options = prepared.options
-    texts = TokenTexts(model.codec.token_bytes, shows_ids=options.shows_ids)
+    if prepared.constraint is not None:
+        grammars: list[str] = []
+        for end in prepared.ends:
+            constraint = msgspec.structs.replace(prepared.constraint, behind_space=end.drops_space)
+            with _own_names(responses):
+                grammars += [await gateway.grammars.grammar_of(constraint, owner)] * options.n
+        jobs = [job.held_to(grammar) for job, grammar in zip(jobs, grammars, strict=True)]
+    texts = TokenTexts(model.codec.token_bytes, model.codec.first_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())
     if responses is not None:
         style = ResponsesStyle(options, texts, responses.body, answer_id=f"resp_{number}", created=created)
@@ -420,12 +423,12 @@ def _choice(model: GatewayModel, prepared: Prepared, prompt: int) -> Choice:
     """Return one choice of the answer to this prompt."""
     options = prepared.options
     sampling = options.sampling
-    shown = model.codec.added_ids if options.shows_special else prepared.reading.shown
     ends = set(sampling.stop_token_ids) | (set[int]() if sampling.ignore_eos else model.eos_token_ids)
     return Choice(
         prompt=prepared.prompts[prompt],
+        prompt_end=prepared.ends[prompt],
         prompt_text=prepared.texts[prompt] if prepared.texts else "",
-        detokenizer=model.codec.detokenizer(shown),
+        detokenizer=model.codec.detokenizer(prepared.ends[prompt]),
         matcher=StopMatcher(options.stops, keeps_stop=options.keeps_stop),
         hidden_ids=set[int]() if options.keeps_stop else ends,
         splitter=prepared.reading.splitter(),

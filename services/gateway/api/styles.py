@@ -139,7 +139,10 @@ class ClassicStyle:
     def some(self, number: int, choice: Choice, pieces: Sequence[Piece], counts: CountsReply) -> bytes:
         tells_tokens = self._options.return_token_ids or self._options.sampling.logprobs is not None
         has_tokens = tells_tokens and choice.has_unsent
-        return self._chunk(number, choice, pieces, counts) if pieces or has_tokens or self._owes_prompt(choice) else b""
+        owes_prompt = self._owes_prompt(choice)
+        if not pieces and (not (has_tokens or owes_prompt) or (owes_prompt and not choice.prompt_end.is_certain)):
+            return b""
+        return self._chunk(number, choice, pieces, counts)
 
     def last(self, number: int, choice: Choice, pieces: Sequence[Piece], counts: CountsReply) -> bytes:
         return self.some(number, choice, pieces, counts) + self._chunk(number, choice, (), counts, is_last=True)
@@ -217,7 +220,7 @@ class CompletionStyle(ClassicStyle):
         echoed = self._owes_prompt(choice)
         return TextChoice(
             index=number,
-            text=(choice.prompt_text if echoed else "") + content_of(pieces),
+            text=(choice.prompt_before if echoed else "") + content_of(pieces),
             logprobs=self._logprobs(choice, part, echoed=echoed),
             finish_reason=choice.finish_reason if is_last else None,
             token_ids=self._ids(choice, part),
@@ -227,7 +230,7 @@ class CompletionStyle(ClassicStyle):
         every = slice(0, len(choice.token_ids))
         return TextChoice(
             index=number,
-            text=(choice.prompt_text if self._options.echo else "") + content_of(choice.pieces),
+            text=(choice.prompt_before if self._options.echo else "") + content_of(choice.pieces),
             logprobs=self._logprobs(choice, every, echoed=self._options.echo),
             finish_reason=choice.finish_reason,
             token_ids=self._ids(choice, every),
@@ -239,12 +242,11 @@ class CompletionStyle(ClassicStyle):
         if self._options.sampling.logprobs is None:
             return None
         token_ids, logprobs = choice.token_ids[part], choice.logprobs[part]
+        first = (echoed or not choice.prompt_end.token_ids) and part.start == 0
         if echoed:
-            found = self._texts.completion(
-                [*choice.prompt, *token_ids], [None, *choice.prompt_logprobs, *logprobs], choice.num_characters
-            )
-        else:
-            found = self._texts.completion(token_ids, logprobs, choice.num_characters)
+            token_ids, logprobs = [*choice.prompt, *token_ids], [None, *choice.prompt_logprobs, *logprobs]
+        shown_ids = choice.prompt_end.shown_ids if first else ()
+        found = self._texts.completion(token_ids, logprobs, choice.num_characters, begin_ids=shown_ids)
         choice.num_characters += sum(map(len, found.tokens))
         return found
 

@@ -5,12 +5,14 @@ No torch.
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from services.engine.grammar import with_known_decoder
 from services.engine.tokenizer import CheckpointTokenizer
 from services.errors import UserError
 from services.gateway import limits
@@ -24,6 +26,19 @@ REPLACEMENT = "\ufffd"
 NO_OPTIONS = ChatOptions()
 _OWN_MARKS = frozenset(MARKERS).union(*({*parser.markers, *parser.call_ends} for parser in PARSERS.values()))
 """What a model writes itself around its thoughts and calls."""
+
+
+class PromptEnd(NamedTuple):
+    """What an answer's text stands behind. `shown_ids`: the tokens that are text, of prompt and answer."""
+
+    shown_ids: Collection[int]
+    token_ids: tuple[int, ...] = ()
+    """The last of the prompt's tokens that are shown; none: the answer's text is a text's beginning."""
+    text: str = ""
+    is_certain: bool = True
+    """No answer can change how it is spelled: it does not end in the middle of a character, or in bytes."""
+    drops_space: bool = False
+    """Where an answer begins with a space, that is not shown: none stands at a text's beginning."""
 
 
 class TextCodec:
@@ -64,7 +79,9 @@ class TextCodec:
         )
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         self._plain_ids = frozenset(vocab.values()) - self._names.keys()
-        self._byte_ids = _byte_fallback_ids(tokenizer)
+        self._bytes_by_id = _byte_fallback_ids(tokenizer)
+        blank = tokenizer.token_to_id("▁")
+        self._drops_space = blank is not None and self.token_bytes(blank) == b" " and not self.decode([blank])
         self.longest_token_bytes = max((len(token.encode()) for token in vocab), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -120,41 +137,75 @@ class TextCodec:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token adds to a text; of a special token, its name."""
+        """Return what a token adds to a text before it; of a special token, its name."""
         if token_id in self._names:
             return self._names[token_id]
         if self._bytes is None:
-            return self._tokenizer.decode([token_id]).encode()
+            before, both = self._tokenizer.decode([token_id]), self._tokenizer.decode([token_id, token_id])
+            return both.removeprefix(before).encode()
         return self._bytes.decode_bytes([token_id]) if token_id < self.vocab_size else b""
+
+    def first_bytes(self, token_id: int) -> bytes:
+        """Return what a token is at a text's beginning, where a decoder may drop a space; of a special token, its
+        name."""
+        within, alone = self.token_bytes(token_id), self.decode([token_id]).encode()
+        return within if token_id in self._names or not within.endswith(alone) else alone
 
     def decode_shown(self, token_ids: Sequence[int]) -> str:
         """Return the text with special tokens as they are spelled."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def detokenizer(self, shown: Collection[str] = ()) -> "Detokenizer":
-        """Return one that hides special tokens, but for those that are spelled like one of `shown`."""
-        shown_ids = {token_id for text in shown if (token_id := self.added_ids.get(text)) is not None}
-        return Detokenizer(self, self._plain_ids | shown_ids, self._byte_ids)
+    def ids_shown(self, shown: Collection[str] = ()) -> Collection[int]:
+        """Return all tokens that are text: none that are special, but for those that are spelled like one of
+        `shown`."""
+        return self._plain_ids.union(self.added_ids[text] for text in shown if text in self.added_ids)
+
+    def prompt_end(self, prompt: Sequence[int], shown_ids: Collection[int]) -> PromptEnd:
+        """Return what the answers to a prompt stand behind."""
+        found = [*islice((token for token in reversed(prompt) if token in shown_ids), limits.PROMPT_END_TOKENS)][::-1]
+        for _ in range(3 if len(found) == limits.PROMPT_END_TOKENS else 0):  # not from the middle of a character on
+            if 0x80 <= self._bytes_by_id.get(found[0], 0) < 0xC0:
+                del found[0]
+        text = self.decode_shown(found)
+        return PromptEnd(
+            shown_ids=shown_ids,
+            token_ids=tuple(found),
+            text=text,
+            is_certain=not found or (found[-1] not in self._bytes_by_id and not text.endswith(REPLACEMENT)),
+            drops_space=self._drops_space and not found,
+        )
+
+    def detokenizer(self, end: PromptEnd) -> "Detokenizer":
+        """Return one of an answer to this prompt."""
+        return Detokenizer(self, end, self._bytes_by_id)
 
 
 class Detokenizer:
-    """Turns tokens into text as they come. What `add_tokens` and `rest` return adds up to `decode` of all tokens,
-    exactly, and to `decode_shown` of them where special tokens are shown that the others are not among.
+    """Turns an answer's tokens into text as they come. What `add_tokens` and `rest` return adds up, exactly, to what
+    stands in the text of prompt and answer, decoded as one, behind what it has in common with the prompt's alone. Of
+    both the shown tokens are decoded.
+
+    A prompt may end in the middle of a character, which its own text has as U+FFFD: then the answer's text begins with
+    the character, and `num_respelled` says how much of the prompt's it replaces. A run of byte-fallback tokens that
+    reaches further back than the prompt's end is whole characters there.
 
     Half a UTF-8 character is held back until it is whole. So is a run of byte-fallback tokens until it ends: such a
     run is decoded as a whole or not at all.
     """
 
-    def __init__(self, codec: TextCodec, shown_ids: Collection[int], byte_ids: Collection[int]) -> None:
+    def __init__(self, codec: TextCodec, end: PromptEnd, byte_ids: Collection[int]) -> None:
         self._codec = codec
         # Hidden special tokens and unknown ids are no text; they do not even end a run of byte-fallback tokens.
-        self._shown_ids = shown_ids
+        self._shown_ids = end.shown_ids
         self._byte_ids = byte_ids
-        self._window: list[int] = []
+        self._window = list(end.token_ids)
         """The tokens of the last text returned, as context (a decoder may treat the first token differently), and
         those whose text is held back."""
-        self._num_returned = 0
-        self._returned_text = ""
+        self._num_returned = len(end.token_ids)
+        self._returned_text = end.text
+        self.num_respelled = 0
+        """So many characters at the end of the prompt's text are part of the answer's, spelled anew. Known with the
+        first text returned."""
 
     def add_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the text that is now certain."""
@@ -162,9 +213,10 @@ class Detokenizer:
 
     def rest(self) -> str:
         """Return what was held back: the answer has ended."""
-        text = self._codec.decode_shown(self._window)[len(self._returned_text) :]
+        text = self._codec.decode_shown(self._window)
+        delta = self._take(text)
         self._window, self._num_returned, self._returned_text = [], 0, ""
-        return text
+        return delta
 
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -175,13 +227,22 @@ class Detokenizer:
         if num_held > limits.MAX_HELD_TOKENS and REPLACEMENT in self._codec.decode_shown([token_id]):
             return ""
         text = self._codec.decode_shown(self._window)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._returned_text):
+        if text.endswith(REPLACEMENT) or not (delta := self._take(text)):
             return ""
-        delta = text[len(self._returned_text) :]
         del self._window[: self._num_returned]
         self._num_returned = len(self._window)
         self._returned_text = self._codec.decode_shown(self._window)
         return delta
+
+    def _take(self, text: str) -> str:
+        """Return what is new in the window's text."""
+        told = self._returned_text
+        num_common = len(told)
+        while not text.startswith(told[:num_common]):
+            num_common -= 1
+        if len(text) > num_common:
+            self.num_respelled += len(told) - num_common
+        return text[num_common:]
 
 
 class StopMatcher:
@@ -239,14 +300,14 @@ def _as_special(token: AddedToken) -> AddedToken:
 def _token_bytes(tokenizer: Tokenizer) -> LLTokenizer | None:
     """Return what knows the bytes of each token; None: they are no bytes, but words."""
     try:
-        return LLTokenizer(tokenizer.to_str())
+        return LLTokenizer(with_known_decoder(tokenizer.to_str()))
     except ValueError:
         return None
 
 
-def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of `<0x00>` … `<0xFF>` where the decoder joins them to characters."""
+def _byte_fallback_ids(tokenizer: Tokenizer) -> dict[int, int]:
+    """Return the bytes of `<0x00>` … `<0xFF>`, by their ids, where the decoder joins them to characters."""
     if '"ByteFallback"' not in tokenizer.to_str():
-        return frozenset()
-    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(token_id for token_id in found if token_id is not None)
+        return {}
+    found = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+    return {token_id: byte for token_id, byte in found if token_id is not None}
