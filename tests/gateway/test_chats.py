@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from tokenizers import Tokenizer
 
+from schemas.block import unpack_tokens
 from services.gateway.api.constraints import understand
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import decode_body
@@ -73,6 +74,26 @@ async def test_a_call_is_told_as_openai_tells_it(open_rig: OpenRig) -> None:
         assert again.status_code == 200, again.text
         shown = rig.model.codec.decode_shown(prepared(rig.model, messages=history, tools=[WEATHER]).prompts[0])
         assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in shown and "mild" in shown
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", ["", "{}", None])
+async def test_a_call_without_arguments_in_a_history(
+    rig: Rig, content: dict[str, str | None], arguments: str | None
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    history = [*USER, {"role": "assistant", **content, "tool_calls": [call]}]
+    answer = await rig.http.post(PATH, json={"model": rig.model.name, "messages": history, "tools": [CLOCK]})
+    assert answer.status_code == 200, answer.text
+    shown = rig.model.codec.decode_shown(unpack_tokens(rig.mesh.runs[-1].prompt))
+    assert '<|im_start|>assistant\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' in shown
+    if arguments is not None and not content:
+        items = [{"role": "user", "content": "Hi"}, {"type": "function_call", "call_id": "c1", "name": "clock"}]
+        items[1]["arguments"] = arguments
+        answer = await rig.http.post("/v1/responses", json={"model": rig.model.name, "input": items})
+        assert answer.status_code == 200, answer.text
+        shown = rig.model.codec.decode_shown(unpack_tokens(rig.mesh.runs[-1].prompt))
+        assert '{"name": "clock", "arguments": {}}' in shown
 
 
 async def test_a_streamed_call(open_rig: OpenRig) -> None:

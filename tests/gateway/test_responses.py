@@ -123,7 +123,7 @@ def test_items_are_the_turns_of_a_chat(model: GatewayModel) -> None:
         ],
     ).chat  # fmt: skip
     turns = [
-        (m.role, m.content if isinstance(m.content, str | None) else m.content[0]["text"], len(m.tool_calls or ()))
+        (m.role, m.content[0]["text"] if isinstance(m.content, list) else m.content or None, len(m.tool_calls or ()))
         for m in chat.messages
     ]
     assert turns == [

@@ -10,11 +10,25 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
+from msgspec import UNSET
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.gateway import limits
-from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError, ToolCall, texts_of
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.messages import messages_of
+from services.gateway.api.openai import ChatBody, decode_body
+from services.gateway.api.template import (
+    ChatMessage,
+    ChatOptions,
+    ChatTemplate,
+    ChatTemplateError,
+    Sent,
+    ToolCall,
+    texts_of,
+)
 from services.gateway.api.text import TextCodec
 from tests.share import examples
 
@@ -152,6 +166,75 @@ TEMPLATES = {
     "thinkers": THINKERS,
 }  # fmt: skip
 
+LOOKING = """{%- for message in messages %}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' %}
+{%- if message.reasoning_content is defined and message.reasoning_content is not none %}
+{{- 'T' + message.reasoning_content }}
+{%- elif '</think>' in message.content %}{% set content = message.content.split('</think>')[-1] | trim %}{% endif %}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\n' ~ (content or '') }}
+{%- if message.tool_calls %}{% for call in message.tool_calls %}
+{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}{% endfor %}{% endif %}
+{%- endfor %}"""
+"""As Qwen3's first one: it cannot bear a content that is null."""
+
+WRITING = """{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '<|assistant|>' }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
+{%- else %}{{ '<|' ~ message.role ~ '|>' ~ message.content }}{% endif %}
+{%- endfor %}"""
+"""As GLM's: it would write a null out."""
+
+ASKING = """{%- for message in messages %}{{ message['role'] }}:
+{%- if message['content'] is not defined %}missing{% elif message['content'] is none %}null
+{%- elif message['content'] is string and not message['content'] %}empty{% else %}{{ message['content'] }}{% endif %}
+{%- if message['tool_calls'] is defined %}|calls {{ message['tool_calls'] is none }}
+{%- for call in message['tool_calls'] or [] %}
+{{- ' ' + call['function']['name'] }} {{ call.function.arguments is string }} {{ call.function.arguments | tojson }}
+{%- endfor %}{% endif %}
+{%- for name in ('name', 'reasoning_content', 'tool_call_id') if name in message %}|{{ name }} {{ message.get(name) }}
+{%- endfor %};{% endfor %}"""
+
+SETTING = """{%- for message in messages %}{% set said = message.get('content', 'missing') %}
+{{- message.role }}{% if said != None %}:{{ said }}{% else %}:null{% endif %}
+{%- if message.tool_calls %}{{ message.tool_calls | length }}{% endif %}{% endfor %}"""
+
+JOINING = """{%- for message in messages %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}<｜Assistant｜>
+{%- for call in message['tool_calls'] %}{{ call['function']['name'] + ':' + call['function']['arguments'] }}{% endfor %}
+{%- elif message['role'] == 'assistant' and message['content'] is not none %}<｜Assistant｜>{{ message['content'] }}
+{%- else %}{{ message['role'] + message['content'] }}{% endif %}
+{%- if message['tool_calls'] is defined and message['tool_calls'] is not none %}!{% endif %}
+{%- endfor %}"""
+"""As DeepSeek R1's: a call has no content."""
+
+COMMAND = """{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls is defined and message.tool_calls | length > 0 %}
+{{- '<|CALLS|>' }}{% if message.content is defined and message.content %}{{ message.content | trim }}{% endif %}
+{%- for call in message.tool_calls %}{"tool_name": {{ call['function']['name'] | tojson }}, "parameters":
+{%- if call['function']['arguments'] is mapping %} {{ call['function']['arguments'] | tojson }}
+{%- else %} {{ call['function']['arguments'] }}{% endif %}}{% endfor %}
+{%- else %}{{ '<|' + message.role + '|>' ~ message.content }}{% endif %}
+{%- endfor %}"""
+
+TRIMMING = """{%- for message in messages %}
+{%- if message.role not in ('user', 'assistant', 'tool') %}{{ raise_exception('no such role') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) }}
+{%- if message['content'] is string %}{{ message['content'] | trim }}
+{%- elif message['content'] is iterable %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}
+{%- elif not message.get('tool_calls') %}{{ raise_exception('nothing is said') }}{% endif %}
+{%- for call in message.get('tool_calls') or () %}{{ call.function }}{% endfor %}
+{%- endfor %}"""
+
+HISTORIES = {
+    **{name: template for name, template in TEMPLATES.items() if name != "thinkers"},
+    "looking": LOOKING, "writing": WRITING, "asking": ASKING, "setting": SETTING, "joining": JOINING,
+    "command": COMMAND, "trimming": TRIMMING,
+}  # fmt: skip
+ASKED = {"asking": ("content", "tool_calls"), "setting": ("content",), "joining": ("content", "tool_calls")}
+"""Of these fields a template wants to know whether they are null."""
+
 SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
@@ -184,6 +267,7 @@ def codec_of(template: str) -> TextCodec:
 
 
 CODECS = {name: codec_of(template) for name, template in (TEMPLATES | {"phi": PHI}).items()}
+HISTORIANS = {name: codec_of(template) for name, template in HISTORIES.items()}
 TRANSFORMERS = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>")
 
 
@@ -195,7 +279,7 @@ def tool(name: str, description: str = "What it is like", **properties: Any) -> 
 TOOLS = (tool("get_weather", city={"type": "string", "description": "Łódź & <b>"}), tool("now"))
 
 
-def said(role: str, content: str | None = None, **fields: Any) -> ChatMessage:
+def said(role: str, content: Sent[str] = UNSET, **fields: Any) -> ChatMessage:
     return ChatMessage(role=role, content=content, **fields)
 
 
@@ -215,7 +299,7 @@ TURNS = [
 def as_given(message: ChatMessage, *, as_text: bool = False) -> dict[str, Any]:
     """Return a message as somebody gives it to transformers."""
     names = ("role", "content", "name", "reasoning_content", "tool_call_id")
-    given: dict[str, Any] = {name: getattr(message, name) for name in names if getattr(message, name) is not None}
+    given: dict[str, Any] = {name: getattr(message, name) for name in names if getattr(message, name) is not UNSET}
     if message.tool_calls:
         given["tool_calls"] = [
             {
@@ -332,7 +416,6 @@ def test_any_plain_conversation_is_as_by_transformers(
     [
         ('{"a": 1, "b": "\\u00e9"}', '{"a": 1, "b": "é"}'),
         ("{}", "{}"),
-        ("", ""),
         ("no json", "no json"),
         ("[1]", "[1]"),
         ('"text"', '"text"'),
@@ -352,6 +435,125 @@ def test_arguments_are_an_object_or_the_text_that_is_none(arguments: str, shown:
 def test_a_template_that_joins_arguments_gets_their_text() -> None:
     text = CODECS["deepseek"].render_chat([said("assistant", tool_calls=(call('{"a" :1}'),))])
     assert '```json\n{"a" :1}\n```' in text
+
+
+# What a history leaves out.
+
+
+ABSENT = object()
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+ASSISTANT = {"role": "assistant", "content": "It is.", "tool_calls": [CALL]}
+TOOL = {"role": "tool", "content": "mild", "name": "now", "tool_call_id": "abcdefghi"}
+EMPTY = {"no key": ABSENT, "null": None, "empty": ""}
+PLACES = {
+    "content beside calls": (ASSISTANT, "content", EMPTY),
+    "content": ({"role": "assistant"}, "content", {"empty": ""}),
+    "calls": ({"role": "assistant", "content": "It is."}, "tool_calls", {"no key": ABSENT, "null": None}),
+    "thoughts": ({"role": "assistant", "content": "It is."}, "reasoning_content", EMPTY),
+    "thoughts beside calls": ({**ASSISTANT, "content": None}, "reasoning_content", EMPTY),
+    "name": ({"role": "assistant", "content": "It is."}, "name", EMPTY),
+    "a tool's content": (TOOL, "content", {"empty": ""}),
+    "a tool's name": (TOOL, "name", EMPTY),
+    "a call's id": (TOOL, "tool_call_id", EMPTY),
+}
+LEFT_OUT = [
+    (
+        place,
+        kind,
+        {**message, field: value} if value is not ABSENT else {k: v for k, v in message.items() if k != field},
+    )
+    for place, (message, field, values) in PLACES.items()
+    for kind, value in values.items()
+]
+
+
+def sent(*messages: dict[str, Any]) -> list[ChatMessage]:
+    """Return what a client has sent over HTTP."""
+    body = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), is_chat=True)
+    assert isinstance(body, ChatBody)
+    return messages_of(body.messages)
+
+
+def shown_by_transformers(name: str, messages: list[dict[str, Any]]) -> str:
+    """Return the text. `apply_chat_template` leaves out all nulls, also those for which a template asks."""
+    as_text = name in ("deepseek", "joining")
+
+    def call_of(call: dict[str, Any]) -> dict[str, Any]:
+        text = call["function"]["arguments"]
+        return {**call, "function": {**call["function"], "arguments": text if as_text else json.loads(text)}}
+
+    history: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        history.append({**message, "tool_calls": [call_of(call) for call in calls]} if calls else message)
+    given: dict[str, Any] = {"chat_template": HISTORIES[name], "add_generation_prompt": True}
+    if name not in ASKED:
+        text: Any = TRANSFORMERS.apply_chat_template(history, tokenize=False, **given)
+        return text
+    asked = [{field: v for field, v in each.items() if v is not None or field in ASKED[name]} for each in history]
+    return render_jinja_template([asked], **given, **TRANSFORMERS.special_tokens_map)[0][0]
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize(("place", "kind", "message"), LEFT_OUT)
+def test_missing_null_and_empty_are_three_things(name: str, place: str, kind: str, message: dict[str, Any]) -> None:
+    """As by transformers with the very history; what it cannot render is a bad request."""
+    question = {"role": "user", "content": "Hi"}
+    history = [question, message] if message["role"] == "assistant" else [question, ASSISTANT, message]
+    try:
+        expected = shown_by_transformers(name, history)
+    except (TypeError, TemplateError):
+        with pytest.raises(ChatTemplateError, match="refuses these messages"):
+            HISTORIANS[name].encode_chat(sent(*history))
+    else:
+        assert HISTORIANS[name].render_chat(sent(*history)) == expected
+
+
+def test_content_that_is_missing_null_or_empty() -> None:
+    told = [HISTORIANS["asking"].render_chat(sent(message)) for place, _, message in LEFT_OUT if "beside" in place][:3]
+    calls = "calls False now False {}"
+    assert told == [f"assistant:{content}|{calls};" for content in ("missing", "null", "empty")]
+
+
+@pytest.mark.parametrize("arguments", [{"arguments": ""}, {"arguments": " \n"}, {"arguments": None}, {}])
+@pytest.mark.parametrize("name", HISTORIES)
+def test_no_arguments_are_an_empty_object(name: str, arguments: dict[str, Any]) -> None:
+    call = {**CALL, "function": {"name": "now", **arguments}}
+    question = {"role": "user", "content": "Hi"}
+    for message in ({**ASSISTANT, "content": None}, {**ASSISTANT, "content": ""}):
+        expected, outcomes = sent(question, message), list[Any]()
+        for history in (expected, sent(question, {**message, "tool_calls": [call]})):
+            try:
+                outcomes.append(HISTORIANS[name].render_chat(history))
+            except ChatTemplateError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": None},
+        {"role": "user"},
+        {"role": "tool", "content": None, "tool_call_id": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": None},
+    ],
+)
+def test_a_message_that_says_nothing_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"`messages\[0\]\.content` is missing"):
+        sent(message)
+
+
+def test_an_empty_list_of_calls_is_none() -> None:
+    """Servers' answers have it, and clients send them back."""
+    message = {"role": "assistant", "content": "It is."}
+    for codec in HISTORIANS.values():
+        question = {"role": "user", "content": "Hi"}
+        assert codec.render_chat(sent(question, message)) == codec.render_chat(
+            sent(question, {**message, "tool_calls": []})
+        )
 
 
 # Continuing the last message.

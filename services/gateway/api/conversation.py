@@ -114,7 +114,8 @@ def _state(chat: Chat, prompt: Sequence[int], codec: TextCodec) -> ReasoningStat
     """Return where the answer begins; None: this model does not reason in a way that is known here."""
     if not reasons(codec.tools_template if chat.options.tools else codec.template):
         return None
-    continued = chat.messages[-1].content if chat.options.continue_final_message else None
+    last = chat.messages[-1].content
+    continued = last if chat.options.continue_final_message and isinstance(last, str) else None
     return state_of(codec.decode_shown(prompt[-TAIL_TOKENS:]), continued)
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.api.invalid import InvalidRequestError
-from services.gateway.api.template import ROLES, ChatMessage, ToolCall
+from services.gateway.api.template import ROLES, ChatMessage, Sent, ToolCall
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Kinds of part that are understood, and the field that has each one's text."""
@@ -16,8 +16,8 @@ _NEUTRAL_PART_FIELDS = frozenset(("cache_control", "prompt_cache_breakpoint", "a
 
 class FunctionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
-    arguments: str
-    """JSON, as the model wrote it."""
+    arguments: str | None = None
+    """JSON, as the model wrote it; of a function without any parameters some write nothing."""
 
 
 class CallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,14 +34,15 @@ class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     must be null: clients send whole answers back."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
+    content: Sent[str | list[dict[str, Any]]] = msgspec.UNSET
+    name: Sent[str] = msgspec.UNSET
     refusal: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Sent[str] = msgspec.UNSET
     reasoning: str | None = None
     """As `reasoning_content`."""
-    tool_calls: list[CallBody] | None = None
-    tool_call_id: str | None = None
+    tool_calls: Sent[list[CallBody]] = msgspec.UNSET
+    """An empty list is no call."""
+    tool_call_id: Sent[str] = msgspec.UNSET
     annotations: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     provider_specific_fields: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     audio: None = None
@@ -62,21 +63,26 @@ def _message(body: MessageBody, where: str) -> ChatMessage:
     if role not in ROLES:
         message = f"`{where}.role` must be one of {', '.join(ROLES)}, not {role!r}"
         raise InvalidRequestError(message, f"{where}.role")
-    reasoning = body.reasoning if body.reasoning_content is None else body.reasoning_content
+    content, reasoning = body.content, body.reasoning_content
+    if content is None or content is msgspec.UNSET:
+        content = content if body.refusal is None else body.refusal
+    else:
+        content = _text(content, f"{where}.content")
+    if not isinstance(reasoning, str):
+        reasoning = reasoning if body.reasoning is None else body.reasoning
     for name, value in (("tool_calls", body.tool_calls), ("reasoning_content", reasoning), ("refusal", body.refusal)):
         if value and role != "assistant":
             raise InvalidRequestError(f"`{where}.{name}`: only an assistant's message has it", f"{where}.{name}")
     if body.tool_call_id and role != "tool":
         raise InvalidRequestError(f"`{where}.tool_call_id`: only a tool's message has it", f"{where}.tool_call_id")
-    content = body.refusal if body.content is None else _text(body.content, f"{where}.content")
-    if content is None and not body.tool_calls and not (role == "assistant" and reasoning):
+    if not isinstance(content, str) and not body.tool_calls and not (role == "assistant" and reasoning):
         raise InvalidRequestError(f"`{where}.content` is missing", f"{where}.content")
     return ChatMessage(
         role=role,
         content=content,
         name=body.name,
         reasoning_content=reasoning,
-        tool_calls=tuple(_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(body.tool_calls or ())),
+        tool_calls=_calls(body.tool_calls, f"{where}.tool_calls"),
         tool_call_id=body.tool_call_id,
     )
 
@@ -99,7 +105,14 @@ def _text_of_part(part: Mapping[str, Any], where: str) -> str:
     return text
 
 
+def _calls(bodies: Sent[list[CallBody]], where: str) -> Sent[tuple[ToolCall, ...]]:
+    if not bodies:
+        return None if bodies is None else msgspec.UNSET
+    return tuple(_call(body, f"{where}[{at}]") for at, body in enumerate(bodies))
+
+
 def _call(body: CallBody, where: str) -> ToolCall:
     if body.type not in (None, "function"):
         raise InvalidRequestError(f"`{where}.type` is {body.type!r}: only functions are supported", f"{where}.type")
-    return ToolCall(id=body.id or "", name=body.function.name, arguments=body.function.arguments)
+    arguments = body.function.arguments or ""
+    return ToolCall(id=body.id or "", name=body.function.name, arguments=arguments if arguments.strip() else "{}")

@@ -226,7 +226,7 @@ def _message(given: Mapping[str, Any], where: str) -> MessageBody:
 
 def _joined(before: MessageBody, message: MessageBody) -> MessageBody | None:
     """Return one assistant's message that says what these two say; None: they are two turns."""
-    if message.role != "assistant" or message.reasoning_content is not None:
+    if message.role != "assistant" or message.reasoning_content is not msgspec.UNSET:
         return None
     calls = [*(before.tool_calls or ()), *(message.tool_calls or ())]
     if message.tool_calls:

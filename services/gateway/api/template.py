@@ -3,9 +3,10 @@
 Rendering follows transformers' `apply_chat_template`. A template comes with the checkpoint, so it runs in a sandbox.
 """
 
+import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from jinja2 import Template, TemplateError, meta, nodes
@@ -26,6 +27,11 @@ _OURS = frozenset(SPECIAL_NAMES) | {
 """What no client may set through `chat_template_kwargs`: each has a field of its own, or is the model's."""
 
 
+ValueT = TypeVar("ValueT")
+Sent = ValueT | None | msgspec.UnsetType
+"""A field as a client sent it: there is none, it is null, or it has a value, which may be empty."""
+
+
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call that an assistant made. `arguments` is JSON text, as OpenAI's API has it."""
 
@@ -35,14 +41,15 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. A template sees only those of its fields that are there."""
+    """One turn. A template sees those of its fields that are there. What is null only one sees that asks for it, as
+    none: others would fail at it, or write it out."""
 
     role: str
-    content: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None
+    content: Sent[str] = msgspec.UNSET
+    name: Sent[str] = msgspec.UNSET
+    reasoning_content: Sent[str] = msgspec.UNSET
+    tool_calls: Sent[tuple[ToolCall, ...]] = msgspec.UNSET
+    tool_call_id: Sent[str] = msgspec.UNSET
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +91,7 @@ class ChatTemplate:
         self._texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         self._texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self._knows_developers = "developer" in source
+        self._asked = _asked_for_none(tree)
 
     def knows(self, name: str) -> bool:
         """Say whether the template reads a variable of this name."""
@@ -109,38 +117,55 @@ class ChatTemplate:
             "documents": mask(list(options.documents)) or None,
             "add_generation_prompt": options.add_generation_prompt,
         }
-        turns = self._turns(messages, mask, mark, as_text=False)
+        turns = self._turns(messages, mask, mark)
         try:
             try:
                 text = self._template.render(messages=turns, **given)
             except TypeError:
-                # Some templates, DeepSeek's for one, join a call's arguments as the text that they were.
-                turns = self._turns(messages, mask, mark, as_text=True)
-                text = self._template.render(messages=turns, **given)
+                otherwise = self._render_otherwise(messages, mask, mark, given)
+                if otherwise is None:
+                    raise
+                text = otherwise
         except (TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
         return _cut_at(text, mark, turns[-1]["content"]) if mark else text
 
-    def _turns(self, messages: Sequence[ChatMessage], mask: Mask, mark: str, *, as_text: bool) -> list[dict[str, Any]]:
+    def _render_otherwise(
+        self, messages: Sequence[ChatMessage], mask: Mask, mark: str, given: dict[str, Any]
+    ) -> str | None:
+        """Return what a template makes of the turns that takes a call's arguments only as the text that they were, as
+        DeepSeek's that joins them, or asks for a null in one place and cannot bear it in another; None: it is neither
+        of these."""
+        for as_text, has_nulls in ((True, True), (False, False), (True, False)):
+            turns = self._turns(messages, mask, mark, as_text=as_text, has_nulls=has_nulls)
+            with contextlib.suppress(TypeError):
+                return self._template.render(messages=turns, **given)
+        return None
+
+    def _turns(
+        self, messages: Sequence[ChatMessage], mask: Mask, mark: str, *, as_text: bool = False, has_nulls: bool = True
+    ) -> list[dict[str, Any]]:
         """Return the turns as a template sees them, the mark behind the last content."""
         turns = [self._turn(message, mask, as_text=as_text) for message in messages]
+        if not has_nulls:
+            turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
         if mark:
             turns[-1]["content"] += mark
         return turns
 
     def _turn(self, message: ChatMessage, mask: Mask, *, as_text: bool) -> dict[str, Any]:
-        turn: dict[str, Any] = {"role": self._role(message.role)}
-        if message.content is not None:
-            turn["content"] = mask(message.content, is_answer=message.role == "assistant")
-        if message.name is not None:
-            turn["name"] = mask(message.name)
-        if message.reasoning_content is not None:
-            turn["reasoning_content"] = turn["thinking"] = mask(message.reasoning_content)
-        if message.tool_calls:
-            turn["tool_calls"] = [mask(_call(call, as_text=as_text)) for call in message.tool_calls]
-        if message.tool_call_id is not None:
-            turn["tool_call_id"] = mask(message.tool_call_id)
-        return turn
+        calls, reasoning = message.tool_calls, mask(message.reasoning_content)
+        sent: dict[str, Any] = {
+            "role": self._role(message.role),
+            "content": mask(message.content, is_answer=message.role == "assistant"),
+            "name": mask(message.name),
+            "reasoning_content": reasoning,
+            "thinking": msgspec.UNSET if reasoning is None else reasoning,
+            "tool_calls": [mask(_call(call, as_text=as_text)) for call in calls] if calls else calls,
+            "tool_call_id": mask(message.tool_call_id),
+        }
+        seen = {name: value for name, value in sent.items() if value is not None or name in self._asked}
+        return {name: value for name, value in seen.items() if value is not msgspec.UNSET}
 
     def _role(self, role: str) -> str:
         """A template that does not know developers has them as its system role, which they replaced."""
@@ -171,11 +196,31 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template does not know `{name}`", param)
 
 
+def _asked_for_none(tree: nodes.Template) -> frozenset[str]:
+    """Return the names of all that a template compares with none: fields, and variables that were set to them."""
+
+    def names_in(node: nodes.Node) -> set[str]:
+        parts = [node, *node.find_all((nodes.Name, nodes.Getattr, nodes.Const))]
+        named = {part.name for part in parts if isinstance(part, nodes.Name)}
+        named |= {part.attr for part in parts if isinstance(part, nodes.Getattr)}
+        return named | {part.value for part in parts if isinstance(part, nodes.Const) and isinstance(part.value, str)}
+
+    compared = [test.node for test in tree.find_all(nodes.Test) if test.name == "none"]
+    for compares in tree.find_all(nodes.Compare):
+        compared += [compares] if any(const.value is None for const in compares.find_all(nodes.Const)) else []
+    asked = set[str]().union(*map(names_in, compared))
+    for assigned in tree.find_all(nodes.Assign):
+        if isinstance(assigned.target, nodes.Name) and assigned.target.name in asked:
+            asked |= names_in(assigned.node)
+    return frozenset(asked)
+
+
 def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterator[str]:
     """Return all that will be part of a prompt, as texts whose lengths can be added up."""
     for message in messages:
-        yield from filter(None, (message.content, message.name, message.reasoning_content, message.tool_call_id))
-        for call in message.tool_calls:
+        fields = (message.content, message.name, message.reasoning_content, message.tool_call_id)
+        yield from (text for text in fields if isinstance(text, str))
+        for call in message.tool_calls or ():
             yield from (call.id, call.name, call.arguments)
     if options.tools or options.documents or options.template_kwargs:
         yield _json([options.tools, options.documents, options.template_kwargs])
@@ -198,7 +243,7 @@ def _check_continued(messages: Sequence[ChatMessage], options: ChatOptions) -> N
     param = "continue_final_message"
     if options.add_generation_prompt:
         raise ChatTemplateError(f"`{param}` and `add_generation_prompt` exclude each other", param)
-    if not messages or messages[-1].role != "assistant" or messages[-1].content is None:
+    if not messages or messages[-1].role != "assistant" or not isinstance(messages[-1].content, str):
         raise ChatTemplateError(f"`{param}` needs a last message that is an assistant's and has a content", param)
 
 
