@@ -132,6 +132,14 @@ async def test_tokens_alone_are_a_text_of_their_own(open_rig: OpenRig, folder: P
         assert (await rig.http.post("/detokenize", json=body)).json()["prompt"] == "the cat"
 
 
+async def test_bad_words_are_bad_with_and_without_a_space(open_rig: OpenRig, folder: Path) -> None:
+    async with open_rig(model_path=folder) as rig:
+        await ask(rig, bad_words=["the", " dog"])
+        the, spaced, *dog, spaced_dog = rig.mesh.runs[-1].sampling.bad_words
+        assert [the, spaced, spaced_dog] == [(*ids(rig, word),) for word in ("the", "▁the", "▁dog")]
+        assert rig.model.codec.decode(dog[0]) == "dog" and rig.model.codec.token_bytes(dog[0][0])[:1] == b"d"
+
+
 FORMS = [
     ({"guided_choice": [" the cat"]}, (" the cat",), ("the cat", " the dog")),
     ({"guided_choice": ["the cat"]}, ("the cat",), (" the cat",)),

@@ -213,11 +213,11 @@ def _known(model: GatewayModel, token_ids: list[int], param: str) -> list[int]:
 
 
 def _bad_words(model: GatewayModel, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, as they are at a text's beginning and behind a space."""
+    """Return the tokens of each word, as they are within a text, with and without a space before."""
     found: dict[tuple[int, ...], None] = {}
     for word in words or ():
         for text in (word.lstrip(), f" {word.lstrip()}"):
-            token_ids = model.codec.encode(text, add_special_tokens=False) if text.strip() else []
+            token_ids = model.codec.encode_within(text) if text.strip() else []
             if token_ids and max(token_ids) < model.vocab_size:  # else the model cannot write it
                 found[tuple(token_ids)] = None
         if not word.strip():

@@ -89,6 +89,13 @@ class TextCodec:
         # The batch call, unlike the single one, lets other threads run meanwhile and skips the offsets.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_within(self, text: str) -> list[int]:
+        """Return a text's tokens as they are within another one, behind a new line: at a text's beginning some
+        tokenizers add a space."""
+        before, both = (self.encode(each, add_special_tokens=False) for each in ("\n", f"\n{text}"))
+        is_apart = both[: len(before)] == before
+        return both[len(before) :] if is_apart else self.encode(text, add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> list[int]:
         """Return the token ids of the prompt that the template makes of the messages: only the template itself writes
         special tokens, and those that are its own. An assistant's content alone may have its thoughts' marks and its
