@@ -130,7 +130,7 @@ async def _ask_all(client: Client, prompts: Sequence[Sequence[int]], on_done: Ca
 
 def _is_right(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
     """Say whether the text begins with the answer: no stop string ends it."""
-    detokenizer = codec.detokenizer()
+    detokenizer = codec.detokenizer(codec.prompt_end((), codec.ids_shown()))
     text = detokenizer.add_tokens(list(token_ids)) + detokenizer.rest()
     return text.strip().startswith(answer)
 

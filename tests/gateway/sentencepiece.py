@@ -15,10 +15,10 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 EOS, BOS = "</s>", "<s>"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content }}"
-    "{% endfor %}"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{# <think> </think> #}"
 )
-"""As Llama 2's: an answer follows text."""
-LETTERS = '▁abcdefghijklmnopqrstuvwxyzINST0123456789{}":,[]/.-'
+"""As Llama 2's: an answer follows text. It may begin with thoughts."""
+LETTERS = '▁abcdefghijklmnopqrstuvwxyzINST0123456789{}<>_":,[]/.-'
 WORDS = ("▁the", "▁dog", "▁cat", "the", "▁▁", "é", "▁{", '{"', "\ufffd")
 
 

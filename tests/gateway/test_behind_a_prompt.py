@@ -132,6 +132,19 @@ async def test_tokens_alone_are_a_text_of_their_own(open_rig: OpenRig, folder: P
         assert (await rig.http.post("/detokenize", json=body)).json()["prompt"] == "the cat"
 
 
+async def test_thoughts_and_calls_are_found_behind_the_space(open_rig: OpenRig, folder: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "cat"}}]
+    call = '<tool_call>{"name":"cat","arguments":{}}</tool_call>'
+    async with open_rig(model_path=folder, gateway={"tool_format": "hermes"}) as rig:
+        saying(rig, *"▁<think>", "▁the", *"</think>", "▁dog", *call)
+        message = (await ask(rig, H, tools=tools))["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"].strip()) == ("the", "dog")
+        assert message["tool_calls"][0]["function"] == {"name": "cat", "arguments": "{}"}
+        saying(rig, "▁", *call)
+        choice = (await ask(rig, H, tools=tools))["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
 async def test_bad_words_are_bad_with_and_without_a_space(open_rig: OpenRig, folder: Path) -> None:
     async with open_rig(model_path=folder) as rig:
         await ask(rig, bad_words=["the", " dog"])

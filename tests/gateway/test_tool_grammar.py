@@ -206,7 +206,8 @@ def test_whatever_is_drawn_is_calls(template: str, words: Words) -> None:
     for seed in range(25):
         ids = draw(required.matcher, random.Random(seed), words.end)
         parser = PARSERS[form]({"get", "get_weather"}, counting())
-        detokenizer = words.codec.detokenizer(PARSERS[form].markers)
+        shown_ids = words.codec.ids_shown(PARSERS[form].markers)
+        detokenizer = words.codec.detokenizer(words.codec.prompt_end((), shown_ids))
         found = split(parser, [*(detokenizer.add_tokens([token_id]) for token_id in ids), detokenizer.rest()])
         assert found.content == "" and found.calls
         for call in found.calls:
