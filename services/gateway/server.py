@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httptools
 import uvicorn
 from litestar.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -75,6 +76,8 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_wire_bytes = self._num_body_bytes = 0
         """Of the message that is coming: all that was parsed, and what of it was body."""
+        self._is_broken = False
+        """What came cannot be parsed: nothing behind it is looked at."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -94,15 +97,50 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         # A little at a time, so that what the parser keeps of heads, chunk sizes and trailers stays within the bound.
         for at in range(0, len(data), limits.PARSED_BYTES):
-            if self.transport.is_closing():
+            if self._is_broken or self.transport.is_closing():
                 return
             part = data[at : at + limits.PARSED_BYTES]
             self._num_wire_bytes += len(part)
-            super().data_received(part)
+            self._parse(part)
             if self._num_wire_bytes > limits.MAX_HEAD_BYTES + limits.WIRE_BYTES_A_BYTE * self._num_body_bytes:
                 self.drop()
 
-    # What is raised in these ends the parser, and uvicorn answers with a 400.
+    def _parse(self, data: bytes) -> None:
+        """Like uvicorn's own, but a request that asks for another protocol (`Upgrade`) is parsed once more, as one
+        that does not: a server may ignore that (RFC 9110, 7.8). The parser takes all behind such a head for the other
+        protocol's, a body too."""
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    lines = [b": ".join(header) for header in self.headers if header[0] != b"upgrade"]
+                    top = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.scope["http_version"].encode())
+                    data = b"\r\n".join([top, *lines, b"", data[upgrade.args[0] :]])
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed, once the requests before it are answered; then the connection is closed."""
+        self._is_broken = True
+        self._all.reading.pop(self, None)
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:
+                return
+            if self.pipeline:
+                self.pipeline.popleft()  # it is its body that is broken
+                return
+            if cycle.response_started:
+                self.transport.close()
+                return
+        super().send_400_response(msg)
+
+    # What is raised in these ends the parser, and what came is refused with a 400.
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= limits.MAX_PIPELINED:
@@ -120,22 +158,44 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("no proxy")
+        if self.parser.should_upgrade():
+            self.scope["http_version"] = self.parser.get_http_version()
+            return
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (codings != [b"chunked"] or self.parser.get_http_version() == "1.0"):
+            raise ValueError("a transfer encoding that is not known")
         self._stop_waiting()
         is_busy = len(self.tasks) - len(self._all.reading) >= self._all.max_requests
         self._all.reading[self] = (self.client[0] if self.client else "", str(dict(self.headers).get(b"authorization")))
         self.app: Any = self._refuse_busy if is_busy else self._application
         super().on_headers_complete()
+        self.headers = self.headers.copy()  # trailers are no headers of the request
+        cycle: Any = self.cycle
         if self.scope["http_version"] == "1.0":
-            cycle: Any = self.cycle
             cycle.send = functools.partial(_send_until_closed, cycle, cycle.send)
+        if self.expect_100_continue:
+            cycle.send = functools.partial(_send_unread, cycle, cycle.send)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._all.reading.pop(self, None)
         super().on_message_complete()
+        if not self.parser.should_keep_alive():  # a trailer may say so
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
 
     def on_response_complete(self) -> None:
+        was_last = not self.pipeline
         super().on_response_complete()
-        if self.cycle.response_complete and not self.pipeline and not self.transport.is_closing():
+        if not was_last or self.transport.is_closing():
+            return
+        if self._is_broken:
+            super().send_400_response("Invalid HTTP request received.")
+        else:
             times = self._all.times
             self._wait(times.keep_alive_s + times.head_s)  # uvicorn's own timer ends with the first byte
 
@@ -170,6 +230,14 @@ async def _send_until_closed(cycle: Any, send: Send, message: Any) -> None:
             cycle.chunked_encoding = False
     elif cycle.chunked_encoding is False and not cycle.expected_content_length:
         cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
+
+
+async def _send_unread(cycle: Any, send: Send, message: Any) -> None:
+    """Send to a client that asked whether to send its body: an answer without it ends the connection, as what comes
+    next may be that body or another request."""
+    if cycle.waiting_for_100_continue:
+        cycle.keep_alive = False
     await send(message)
 
 
