@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.api.pieces import CallArguments, CallBegin, Content, Piece, Reasoning, Splitter
+from services.gateway.api.choice import TextReader
+from services.gateway.api.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from services.gateway.api.reasoning import ReasoningSplitter
+from services.gateway.api.tools.parser import ToolParser
 
 
 @dataclass
@@ -47,7 +50,7 @@ def counting() -> Callable[[], str]:
     return lambda: f"{next(numbers):032x}"
 
 
-def split(splitter: Splitter, deltas: Iterable[str]) -> Sum:
+def split(splitter: TextReader | ReasoningSplitter | ToolParser, deltas: Iterable[str]) -> Sum:
     whole = Sum()
     for delta in deltas:
         whole.add(splitter.feed(delta))

@@ -16,7 +16,7 @@ from services.gateway.api.constraints import understand
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import decode_body
 from services.gateway.api.prepare import GatewayModel, Prepared, prepare
-from services.gateway.api.text import TextCodec
+from services.gateway.api.text import StopMatcher, TextCodec
 from tests.engine.grammar_rig import Checkpoint
 from tests.gateway.conftest import OpenRig, Rig
 
@@ -236,9 +236,8 @@ def thinker(model: GatewayModel) -> GatewayModel:
 
 
 def pieces(thinker: GatewayModel, text: str, **fields: Any) -> tuple[str, str]:
-    splitter = prepared(thinker, **fields).reading.splitter()
-    assert splitter is not None
-    found = [*splitter.feed(text), *splitter.finish()]
+    reader = prepared(thinker, **fields).reading.reader(StopMatcher(()))
+    found = [*reader.feed(text), *reader.finish()]
     told = {"Reasoning": "", "Content": ""}
     for piece in found:
         told[type(piece).__name__] += piece.text  # type: ignore[union-attr]
@@ -249,8 +248,10 @@ def test_reasoning_is_split_off(thinker: GatewayModel) -> None:
     assert pieces(thinker, "<think>\nHm.\n</think>\n\nMild.") == ("Hm.", "Mild.")
     assert pieces(thinker, "Hm.</think>Mild.", chat_template_kwargs={"opens": True}) == ("Hm.", "Mild.")
     assert pieces(thinker, "Mild.", chat_template_kwargs={"enable_thinking": False}) == ("", "Mild.")
-    assert pieces(thinker, "<think>\nHm.\n</think>\n\nMild.", include_reasoning=False) == ("", "Mild.")
-    assert prepared(thinker, separate_reasoning=False).reading.splitter() is None
+    whole = "<think>\nHm.\n</think>\n\nMild."
+    assert pieces(thinker, whole, separate_reasoning=False) == ("", whole)
+    with pytest.raises(InvalidRequestError, match="include_reasoning"):
+        prepared(thinker, separate_reasoning=False, include_reasoning=False)
 
 
 @pytest.mark.parametrize(

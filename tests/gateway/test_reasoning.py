@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.api.pieces import Both, Content, Reasoning
+from services.gateway.api.choice import TextReader
+from services.gateway.api.pieces import Content, Reasoning
 from services.gateway.api.reasoning import ReasoningSplitter, ReasoningState, reasons, state_of
-from services.gateway.api.tools.parser import HermesParser, LlamaParser
+from services.gateway.api.text import StopMatcher
+from services.gateway.api.tools.parser import HermesParser, LlamaParser, ToolParser
 from tests.gateway.splitting import Sum, counting, divided, split
 from tests.share import examples
 
@@ -17,6 +19,10 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'
 def of(state: ReasoningState, *deltas: str) -> tuple[str, str]:
     found = split(ReasoningSplitter(state), deltas)
     return found.reasoning, found.content
+
+
+def both(state: ReasoningState, calls: ToolParser) -> TextReader:
+    return TextReader(ReasoningSplitter(state), StopMatcher(()), calls)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +65,12 @@ def test_what_is_split_off(state: ReasoningState, text: str, reasoning: str, con
 def test_the_sum_does_not_depend_on_how_text_comes(state: ReasoningState, parts: list[str], sizes: list[int]) -> None:
     text = "".join(parts)
 
-    def both(deltas: list[str]) -> Sum:
-        return split(Both(ReasoningSplitter(state), HermesParser({"now"}, counting())), deltas)
+    def found(deltas: list[str]) -> Sum:
+        return split(both(state, HermesParser({"now"}, counting())), deltas)
 
-    assert both(divided(text, sizes)) == both([text])
+    assert found(divided(text, sizes)) == found([text])
+    kept_whole = split(ReasoningSplitter(state, keeps=True), divided(text, sizes))
+    assert kept_whole.reasoning + kept_whole.content == text
     reasoning, content = of(state, text)
     assert of(state, *divided(text, sizes)) == (reasoning, content)
     kept = "".join((reasoning + content).split())
@@ -84,14 +92,14 @@ def test_reasoning_is_told_of_as_it_comes() -> None:
 
 def test_calls_come_after_reasoning() -> None:
     text = f"<think>\nI may write {CALL}.\n</think>\n\nI look.\n{CALL}"
-    found = split(Both(ReasoningSplitter(MAY_COME), HermesParser({"now"}, counting())), text)
+    found = split(both(MAY_COME, HermesParser({"now"}, counting())), text)
     assert found.reasoning == f"I may write {CALL}."
     assert (found.content, found.named) == ("I look.", [("now", '{"a": 1}')])
 
 
 def test_a_bare_call_may_follow_reasoning() -> None:
     text = 'Hm.</think>\n\n{"name": "now", "parameters": {}}'
-    found = split(Both(ReasoningSplitter(BEGUN), LlamaParser({"now"}, counting())), text)
+    found = split(both(BEGUN, LlamaParser({"now"}, counting())), text)
     assert (found.reasoning, found.content, found.named) == ("Hm.", "", [("now", "{}")])
 
 

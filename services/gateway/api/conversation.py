@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from services.gateway.api.choice import TextReader
 from services.gateway.api.constraints import Calls, Constraint, Marker, Thoughts
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.messages import messages_of
 from services.gateway.api.openai import ChatBody, chat_options_of
-from services.gateway.api.pieces import Both, Splitter
 from services.gateway.api.reasoning import (
     BEGIN,
     END,
@@ -23,7 +23,7 @@ from services.gateway.api.reasoning import (
     state_of,
 )
 from services.gateway.api.template import ChatMessage, ChatOptions
-from services.gateway.api.text import TextCodec
+from services.gateway.api.text import StopMatcher, TextCodec
 from services.gateway.api.tools.asked import Tool, ToolChoice, tool_choice_of, tools_of
 from services.gateway.api.tools.formats import PARSERS, ToolFormat
 from services.gateway.api.tools.grammar import needs_grammar, tool_grammar
@@ -43,13 +43,15 @@ class Chat(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How the text of an answer is taken apart. `state` None: no reasoning is split off; `form` None: no calls."""
+    """How the text of an answer is taken apart. `state` None: there is no reasoning; `form` None: no calls."""
 
     state: ReasoningState | None = None
     form: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
     only_one: bool = False
     """The answer is over with its first call."""
+    keeps_reasoning: bool = False
+    """It is not split off: it stays in the text."""
     tells_reasoning: bool = True
     has_named_call: bool = False
 
@@ -59,18 +61,20 @@ class Reading(NamedTuple):
         reasoning = () if self.state is None else MARKERS
         return reasoning + (() if self.form is None else PARSERS[self.form].markers)
 
-    def splitter(self) -> Splitter | None:
+    def reader(self, matcher: StopMatcher) -> TextReader:
         """Return a new one, for one answer."""
-        thoughts = None if self.state is None else ReasoningSplitter(self.state, tells=self.tells_reasoning)
-        if self.form is None:
-            return thoughts
-        calls = PARSERS[self.form](self.tool_names, partial(secrets.token_hex, 12), only_one=self.only_one)
-        return calls if thoughts is None else Both(thoughts, calls)
+        thoughts = None if self.state is None else ReasoningSplitter(self.state, keeps=self.keeps_reasoning)
+        make_hex = partial(secrets.token_hex, 12)
+        calls = self.form and PARSERS[self.form](self.tool_names, make_hex, only_one=self.only_one)
+        return TextReader(thoughts, matcher, calls, keeps=self.keeps_reasoning)
 
 
 def chat_of(body: ChatBody) -> Chat:
     """Return what a body asks, checked. Raises InvalidRequestError."""
     tools = tools_of(body.tools)
+    if body.separate_reasoning is False and body.include_reasoning is False:
+        message = "`include_reasoning: false` leaves out what `separate_reasoning: false` has in the text"
+        raise InvalidRequestError(message, "include_reasoning")
     return Chat(
         messages=messages_of(body.messages),
         options=chat_options_of(body, [tool.shown for tool in tools]),
@@ -100,10 +104,11 @@ def answer_to(
         raise InvalidRequestError(message, "tools", "unsupported_parameter")
     state = _state(chat, prompt, codec)
     reading = Reading(
-        state=state if chat.splits_reasoning else None,
+        state=state,
         form=form,
         tool_names=frozenset(tool.name for tool in chat.tools if chat.choice.name in ("", tool.name)),
         only_one=not chat.parallel and chat.choice.mode == "auto",
+        keeps_reasoning=not chat.splits_reasoning,
         tells_reasoning=chat.tells_reasoning,
         has_named_call=bool(chat.choice.name),
     )
@@ -125,7 +130,8 @@ def _thoughts(state: ReasoningState | None, reading: Reading, codec: TextCodec) 
     if state in (ReasoningState.BEGUN, ReasoningState.GOES_ON):
         return Thoughts(end)
     # Where reasoning is not split off, the client reads all of the text as what it asked for.
-    return Thoughts(end, begin) if reading.state is ReasoningState.MAY_COME else None
+    may_come = state is ReasoningState.MAY_COME and not reading.keeps_reasoning
+    return Thoughts(end, begin) if may_come else None
 
 
 def _constraint(

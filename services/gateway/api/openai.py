@@ -210,6 +210,9 @@ def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    trims = {body.include_stop_str_in_output, body.no_stop_trim}
+    if trims >= {True, False}:
+        raise InvalidRequestError("`include_stop_str_in_output` and `no_stop_trim` differ", "no_stop_trim")
     options = body.stream_options
     if options not in (None, StreamOptions()) and not body.stream:
         raise InvalidRequestError("`stream_options` goes with `stream: true`", "stream_options")
@@ -221,7 +224,7 @@ def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
         sampling=sampling,
         seed=body.seed,
         stops=_stops(body.stop),
-        keeps_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        keeps_stop=True in trims,
         shows_special=body.skip_special_tokens is False,
         echo=echo,
         stream=bool(body.stream),
@@ -252,11 +255,14 @@ def prompts_of(body: CompletionBody, vocab_size: int) -> list[Prompt]:
 
 def chat_options_of(body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> ChatOptions:
     """Return what the template is given beside the messages. `tools`: as it is to see them."""
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    name, kwargs = "reasoning_effort", body.chat_template_kwargs or {}
+    effort = {} if body.reasoning_effort is None else {name: body.reasoning_effort}
+    if effort and kwargs.get(name, body.reasoning_effort) != body.reasoning_effort:
+        raise InvalidRequestError(f"`{name}` and `chat_template_kwargs.{name}` differ", name)
     return ChatOptions(
         tools=tuple(tools),
         documents=tuple(body.documents or ()),
-        template_kwargs=effort | (body.chat_template_kwargs or {}),
+        template_kwargs=effort | kwargs,
         add_generation_prompt=(
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         ),
@@ -270,8 +276,9 @@ def _or(value: float | None, default: float) -> float:
 
 def _max_tokens(body: CompletionBody | ChatBody) -> tuple[str, int | None]:
     name, value = "max_tokens", body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        name, value = "max_completion_tokens", body.max_completion_tokens
+    other = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    if other is not None and (value is None or other <= value):  # both are bounds
+        name, value = "max_completion_tokens", other
     if value == 0 and not (isinstance(body, CompletionBody) and body.echo):
         raise InvalidRequestError(f"`{name}` may be 0 only where `echo` asks for the prompt", name)
     if value is not None and (body.min_tokens or 0) > value:

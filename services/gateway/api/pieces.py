@@ -1,11 +1,11 @@
-"""What an answer's text is made of, in the order in which a client hears of it, and who takes it apart.
+"""What an answer's text is made of, in the order in which a client hears of it.
 
-A splitter gets text as it comes and returns what is certain. However the text is divided, the pieces add up to the
-same. Text that may be the beginning of a marker is held back until it is one or is none.
+Whoever takes it apart (`TextReader` in `choice.py`, and what it is made of) gets text as it comes and returns what is
+certain. However the text is divided, the pieces add up to the same. Text that may be the beginning of a marker is held
+back until it is one or is none.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Content(NamedTuple):
@@ -36,45 +36,6 @@ class CallArguments(NamedTuple):
 
 
 Piece = Content | Reasoning | CallBegin | CallArguments
-
-
-class Splitter(Protocol):
-    """Takes an answer's text apart. `is_over`: no more text is needed."""
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def feed(self, text: str) -> list[Piece]:
-        """Return what is now certain."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """Return the rest: the answer has ended."""
-        ...
-
-
-class Both:
-    """First reasoning is split off, then calls in what is left."""
-
-    def __init__(self, first: Splitter, second: Splitter) -> None:
-        self._first = first
-        self._second = second
-
-    @property
-    def is_over(self) -> bool:
-        return self._second.is_over
-
-    def feed(self, text: str) -> list[Piece]:
-        return self._pass_on(self._first.feed(text))
-
-    def finish(self) -> list[Piece]:
-        return self._pass_on(self._first.finish()) + self._second.finish()
-
-    def _pass_on(self, pieces: Sequence[Piece]) -> list[Piece]:
-        passed: list[Piece] = []
-        for piece in pieces:
-            passed += self._second.feed(piece.text) if isinstance(piece, Content) else [piece]
-        return passed
 
 
 def overlap(text: str, stop: str) -> int:

@@ -290,7 +290,9 @@ def _max_tokens(
             _refuse_too_large(what, num_fitting, max_bytes, options.max_tokens_param)
         return max(1, asked)
     room = max(1, min(rest, model.num_worker_tokens - num_prompt, num_fitting - num_prompt))
-    return room if default is None else min(room, default)
+    if (least := options.sampling.min_tokens) > room:
+        raise InvalidRequestError(f"`min_tokens` is over {room}, for which there is room", "min_tokens")
+    return room if default is None else min(room, max(default, least))
 
 
 def _refuse_too_large(what: str, num_fitting: int, max_bytes: int, param: str) -> NoReturn:

@@ -54,16 +54,22 @@ def state_of(prompt_end: str, continued: str | None = None) -> ReasoningState:
 
 
 class ReasoningSplitter:
-    """The splitter of one answer. `tells`: of reasoning too."""
+    """The splitter of one answer. `keeps`: the markers, and white space at a block's ends, are part of the reasoning.
 
-    is_over = False
+    `has_begun`: there is reasoning. `is_over`: there is no more.
+    """
 
-    def __init__(self, state: ReasoningState, *, tells: bool = True) -> None:
+    def __init__(self, state: ReasoningState, *, keeps: bool = False) -> None:
         self._state = state
-        self._tells = tells
+        self._keeps = keeps
         self._held = ""
-        self._trims = state is ReasoningState.BEGUN
+        self.has_begun = state in (ReasoningState.BEGUN, ReasoningState.GOES_ON)
+        self._trims = state is ReasoningState.BEGUN and not keeps
         """White space that comes next belongs to a marker."""
+
+    @property
+    def is_over(self) -> bool:
+        return self._state is ReasoningState.OVER
 
     def feed(self, text: str) -> list[Piece]:
         self._held += text
@@ -78,18 +84,15 @@ class ReasoningSplitter:
 
     def finish(self) -> list[Piece]:
         held, self._held = self._held, ""
-        if self._state in (ReasoningState.BEGUN, ReasoningState.GOES_ON):
-            return self._told(held)
-        return [Content(held)] if held else []
-
-    def _told(self, text: str) -> list[Piece]:
-        return [Reasoning(text)] if text and self._tells else []
+        if not held:
+            return []
+        return [Reasoning(held) if self._state in (ReasoningState.BEGUN, ReasoningState.GOES_ON) else Content(held)]
 
     def _look_for_begin(self) -> None:
         text = self._held.lstrip(_SPACE)
         if text.startswith(BEGIN):
-            self._held = text.removeprefix(BEGIN)
-            self._state, self._trims = ReasoningState.BEGUN, True
+            self._held = self._held if self._keeps else text.removeprefix(BEGIN)
+            self._state, self._trims, self.has_begun = ReasoningState.BEGUN, not self._keeps, True
         elif not BEGIN.startswith(text):
             self._state = ReasoningState.OVER
 
@@ -99,12 +102,13 @@ class ReasoningSplitter:
         self._trims = self._trims and not self._held
         before, end, behind = self._held.partition(END)
         if end:
-            sure, self._held = before.rstrip(_SPACE), behind
-            self._state, self._trims = ReasoningState.OVER, True
+            sure, self._held = before + end if self._keeps else before.rstrip(_SPACE), behind
+            self._state, self._trims = ReasoningState.OVER, not self._keeps
         else:
-            sure = self._held[: len(self._held) - overlap(self._held, END)].rstrip(_SPACE)
+            sure = self._held[: len(self._held) - overlap(self._held, END)]
+            sure = sure if self._keeps else sure.rstrip(_SPACE)
             self._held = self._held[len(sure) :]
-        return self._told(sure)
+        return [Reasoning(sure)] if sure else []
 
     def _content(self) -> list[Piece]:
         sure, self._held = self._held.lstrip(_SPACE) if self._trims else self._held, ""

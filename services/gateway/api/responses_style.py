@@ -182,7 +182,8 @@ class ResponsesStyle:
         events = b"".join(self._piece(piece) for piece in pieces)
         if not self._items:  # an answer without a word is still a message
             events += self._open("message")
-        return events + self._close("incomplete" if choice.finish_reason == "length" else "completed")
+        is_half = choice.finish_reason == "length" or (choice.reader.is_cut and self._items[-1].kind == "function_call")
+        return events + self._close("incomplete" if is_half else "completed")
 
     def end(self, choices: Sequence[Choice], usage: UsageReply) -> bytes:
         status = self._status(choices)

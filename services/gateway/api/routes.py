@@ -429,9 +429,10 @@ def _choice(model: GatewayModel, prepared: Prepared, prompt: int) -> Choice:
         prompt_end=prepared.ends[prompt],
         prompt_text=prepared.texts[prompt] if prepared.texts else "",
         detokenizer=model.codec.detokenizer(prepared.ends[prompt]),
-        matcher=StopMatcher(options.stops, keeps_stop=options.keeps_stop),
+        reader=prepared.reading.reader(StopMatcher(options.stops, keeps_stop=options.keeps_stop)),
+        min_tokens=sampling.min_tokens,
         hidden_ids=set[int]() if options.keeps_stop else ends,
-        splitter=prepared.reading.splitter(),
+        tells_reasoning=prepared.reading.tells_reasoning,
         shows_none=options.max_tokens == 0,
         has_named_call=prepared.reading.has_named_call,
     )

@@ -227,7 +227,7 @@ class CompletionStyle(ClassicStyle):
         )
 
     def _whole(self, number: int, choice: Choice) -> TextChoice:
-        every = slice(0, len(choice.token_ids))
+        every = choice.next_tokens(is_last=True)
         return TextChoice(
             index=number,
             text=(choice.prompt_before if self._options.echo else "") + content_of(choice.pieces),
@@ -270,7 +270,7 @@ class ChatStyle(ClassicStyle):
         )
 
     def _whole(self, number: int, choice: Choice) -> MessageChoice:
-        every = slice(0, len(choice.token_ids))
+        every = choice.next_tokens(is_last=True)
         calls = calls_of(choice.pieces)
         message = AssistantMessage(
             content=content_of(choice.pieces) or (None if calls else ""),

@@ -31,7 +31,8 @@ class NoCallError(Exception):
 class ToolParser(ABC):
     """The splitter of one answer. `names` are those of the tools that may be called.
 
-    With `only_one` the answer is over (`is_over`) once a call is complete: what still comes is not looked at.
+    `is_cut`: the answer ended within a call. With `only_one` the answer is over (`is_over`) once a call is complete:
+    what still comes is not looked at.
     """
 
     markers: ClassVar[tuple[str, ...]]
@@ -42,6 +43,7 @@ class ToolParser(ABC):
     def __init__(self, names: Collection[str], make_hex: MakeHex, *, only_one: bool = False) -> None:
         self.num_calls = 0
         self.is_over = False
+        self.is_cut = False
         self._names = names
         self._make_hex = make_hex
         self._only_one = only_one
@@ -88,6 +90,7 @@ class ToolParser(ABC):
                 yield from self._reader.space()
             self._drop(self._reader.at)
         except (NoCallError, BadJsonError):
+            self.is_cut = self._reader.ended and bool(self._reader.text.strip())
             # What is behind the marker may have another one in it, and is read again.
             self._emit_content(marker_end if self.num_calls == num_calls else 0)
 
@@ -165,6 +168,7 @@ class ToolParser(ABC):
         while True:
             rest = reader.text[reader.at :]
             found = [at for end in self.call_ends if (at := rest.find(end)) >= 0]
+            self.is_cut = reader.ended and not found
             if found or reader.ended:
                 reader.at += min(found, default=len(rest))
                 return
