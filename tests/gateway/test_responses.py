@@ -44,6 +44,7 @@ async def test_a_whole_answer(rig: Rig) -> None:
     assert usage is not None and usage.output_tokens == len(rig.answer)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert usage.output_tokens_details.reasoning_tokens == 0 and usage.input_tokens_details.cached_tokens == 1
+    assert usage.input_tokens_details.cache_write_tokens == 0
     message = answer.output[0]
     assert isinstance(message, ResponseOutputMessage) and message.status == "completed"
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]

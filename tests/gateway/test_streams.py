@@ -33,6 +33,28 @@ async def chunks(rig: Rig, path: str = C, **fields: object) -> list[dict[str, An
     return [json.loads(event.removeprefix("data: ")) for event in events if not event.startswith(":")]
 
 
+@pytest.mark.parametrize("path", [C, H, "/v1/responses"])
+async def test_an_event_is_one_line_for_whoever_splits_lines_as_python_does(rig: Rig, path: str) -> None:
+    text = "a\u2028b\u2029c\u0085d\v\f\x1c\x1d\x1e\re\x7f"
+    assert len(text.splitlines()) == 10
+    answer = [*rig.model.codec.encode(text, add_special_tokens=False), min(rig.model.eos_token_ids)]
+    rig.mesh.answers = lambda prompt: answer
+    about = {"prompt": "Hi"} if path == C else {"messages": MESSAGES} if path == H else {"input": text}
+    more = {"instructions": text, "metadata": {text: text}} if path == "/v1/responses" else {"return_token_ids": True}
+    asked = {"model": rig.model.name, "stream": True, **({} if path == "/v1/responses" else {"max_tokens": 100})}
+    told = ""
+    async with rig.http.stream("POST", path, json=asked | about | more) as reply:
+        async for line in reply.aiter_lines():
+            name, _, value = line.partition(": ")
+            assert name in ("", "event", "data"), line
+            if name == "data" and value != "[DONE]":
+                event = json.loads(value)
+                for choice in event.get("choices", ()):
+                    told += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                told += event["delta"] if event.get("type") == "response.output_text.delta" else ""
+    assert told == rig.model.codec.decode(answer) and "\u2028" in told
+
+
 # As they come.
 
 

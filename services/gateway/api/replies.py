@@ -13,6 +13,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 JSON_TYPE = b"application/json"
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 
+_LINE_ENDS = [(char.encode(), b"\\u%04x" % ord(char)) for char in "\u0085\u2028\u2029"]
+
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 encode_reply = msgspec.json.Encoder().encode
@@ -111,9 +113,13 @@ def usage_of(request_id: RequestId, served: AnswerUsage) -> UsageReply:
     )
 
 
-def event(reply: msgspec.Struct) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + encode_reply(reply) + b"\n\n"
+def event(reply: msgspec.Struct | dict[str, object], kind: str = "") -> bytes:
+    """Return one server-sent event. Characters at which only some clients see a line's end (httpx, by Python's
+    `splitlines`) are escaped."""
+    data = encode_reply(reply)
+    for character, escaped in _LINE_ENDS:
+        data = data.replace(character, escaped)
+    return (b"event: %b\ndata: %b\n\n" % (kind.encode(), data)) if kind else b"data: %b\n\n" % data
 
 
 def error_of_fail(fail: FailRequest) -> ErrorReply:

@@ -10,7 +10,7 @@ from services.gateway.api.constraints import JsonObjectFormat, TextFormat
 from services.gateway.api.logprobs import ContentLogprob, TokenTexts
 from services.gateway.api.openai import Options
 from services.gateway.api.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
-from services.gateway.api.replies import CountsReply, ErrorReply, MeshUsageReply, UsageReply, encode_reply
+from services.gateway.api.replies import CountsReply, ErrorReply, MeshUsageReply, UsageReply, encode_reply, event
 from services.gateway.api.responses import ResponsesBody, SchemaFormat
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -69,6 +69,8 @@ class TextReply(msgspec.Struct, frozen=True, kw_only=True):
 
 class InputDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
+    cache_write_tokens: int = 0
+    """Those that a cache keeps for a set time. Here none does: workers keep what they have room for."""
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
@@ -267,8 +269,7 @@ class ResponsesStyle:
 
     def _event(self, kind: str, **fields: object) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
-        data = encode_reply({"type": kind, "sequence_number": number, **fields})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _take_logprobs(self, choice: Choice, *, is_last: bool) -> None:
         part = choice.next_tokens(is_last=is_last)
