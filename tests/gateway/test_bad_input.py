@@ -1,5 +1,6 @@
 """Every absurd body ends in a 4xx of OpenAI's shape that names the field."""
 
+import json
 import re
 import socket
 
@@ -156,6 +157,52 @@ async def test_what_is_no_json_object(rig: Rig, content: bytes) -> None:
         answer = await rig.http.post(path, content=content, headers=JSON)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+DOUBLED = [
+    (C, b'{"model": "M", "prompt": "y", "prompt": "z"}', "prompt"),
+    (C, b'{"model": "M", "prompt": "y", "max_tokens": 1, "m\\u0061x_tokens": 9}', "max_tokens"),
+    (C, b'{"model":"M","prompt":"y","temperature":1,"temperature":1}', "temperature"),
+    (C, b'{"model": "M", "prompt": "y", "logit_bias": {"7": 1, "7": -1}}', "7"),
+    (C, b'{"model": "M", "prompt": "y", "guided_json": "{\\"type\\": \\"object\\", \\"type\\": 1}"}', "guided_json"),
+    (H, b'{"model": "M", "messages": [{"role": "user", "content": "a", "role": "system"}]}', "role"),
+    (H, b'{"model": "M", "messages": [{"role": "user", "content": [{"text": "a", "text": "b"}]}]}', "text"),
+    (H, b'{"model": "M", "messages": [], "tools": {"a": [[{"b": {"\xc3\xa4": 1, "\\u00e4": 2}}]]}}', "\u00e4"),
+    ("/v1/responses", b'{"model": "M", "input": "y", "metadata": {"a": "b", "a": "c"}}', "a"),
+    ("/tokenize", b'{"prompt": "y", "prompt": "z"}', "prompt"),
+    ("/detokenize", b'{"tokens": [1], "tokens": [2]}', "tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", [b"", b" " * 70_000])
+@pytest.mark.parametrize(("path", "content", "param"), DOUBLED)
+async def test_a_name_that_stands_twice_is_named(
+    rig: Rig, path: str, content: bytes, param: str, padding: bytes
+) -> None:
+    content = content.replace(b'"M"', f'"{rig.model.name}"'.encode()).replace(b"{", b"{" + padding, 1)
+    answer = await rig.http.post(path, content=content, headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert "twice" in answer.json()["error"]["message"] and not rig.mesh.places
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "{\"{'", '\u2028"a":1,"a":2\\'])
+async def test_names_in_texts_and_in_several_objects_are_no_doubles(rig: Rig, text: str) -> None:
+    asked = {"model": rig.model.name, "max_tokens": 2, "logit_bias": {"1": 1, "10": 2, "0": 1}}
+    for separators in ((",", ":"), (" , ", " : ")):
+        content = json.dumps({"messages": [*MESSAGES, *MESSAGES, {"role": "user", "content": text}], **asked})
+        answer = await rig.http.post(H, content=json.dumps(json.loads(content), separators=separators), headers=JSON)
+        assert answer.status_code == 200, answer.text
+    content = json.dumps({"prompt": text, **asked}).replace("max_tokens", "m\\u0061x_tokens")
+    assert (await rig.http.post(C, content=content, headers=JSON)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "key", ["1_0", " 7 ", "\u0663", "+7", "-1", "007", "7.0", "1e1", "", "\uff17", "7\n", "9" * 5_000]
+)
+async def test_a_token_s_id_is_a_plain_number(rig: Rig, key: str) -> None:
+    body = {"model": rig.model.name, "prompt": "Hi", "logit_bias": {key: 1}}
+    answer = await rig.http.post(C, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias"), answer.text
 
 
 async def test_infinity_names_the_field(rig: Rig) -> None:

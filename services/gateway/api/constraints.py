@@ -28,6 +28,7 @@ from services.gateway.api.json_schema import (
     too_large,
     with_patterns_in_rust,
 )
+from services.gateway.api.nesting import doubled_name
 
 _SPACE_IN_LARK = re.compile(r"(?:\s|//[^\n]*\n|#[^\n]*\n)*+")
 _TEMPERATURE_IN_LARK = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\btemperature\b", re.MULTILINE)
@@ -253,9 +254,13 @@ def _structured_outputs(asked: StructuredOutputs, prefix: str) -> Iterator[Writt
 def _schema(schema: Schema | str, param: str, *, compact: bool = False) -> Written:
     if isinstance(schema, str):
         try:
+            doubled = doubled_name(schema.encode())
             schema = cast(Schema, msgspec.json.decode(schema, type=Schema))
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"`{param}` is no JSON Schema: {error}", param, "invalid_schema") from error
+        if doubled is not None:
+            message = f"`{param}` has the name {doubled!r:.80} twice in one object"
+            raise InvalidRequestError(message, param, "invalid_schema")
     return Written(param, "schema", bounded_json(schema, param), compact)
 
 

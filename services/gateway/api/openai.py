@@ -21,6 +21,7 @@ from services.gateway.api.constraints import ResponseFormat, StructuredOutputs
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.json_schema import Schema
 from services.gateway.api.messages import MessageBody
+from services.gateway.api.nesting import doubled_name
 from services.gateway.api.parameters import Route, find_problem
 from services.gateway.api.template import ChatOptions
 
@@ -166,6 +167,10 @@ def decode_strictly(payload: bytes, kind: type[BodyT]) -> BodyT:
     """Return a body of a kind that forbids unknown fields, or whose fields were looked at. Raises
     InvalidRequestError."""
     with _naming_fields():
+        name = doubled_name(payload)
+        if name is not None:
+            message = f"the body has the name {name!r:.80} twice in one object"
+            raise InvalidRequestError(message, name[:80], "invalid_json")
         return _decoder(kind).decode(payload)
 
 
@@ -177,7 +182,7 @@ def _naming_fields() -> Generator[None]:
         text = str(error)
         at = re.search(r"at `\$\.([^`]+)`", text) or re.search(r"field `([^`]+)`", text)
         raise InvalidRequestError(text, at[1] if at else None, "invalid_type") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is no valid JSON: {error}", code="invalid_json") from error
 
 
@@ -324,10 +329,9 @@ def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> tuple[tupl
         return ()
     if len(bias) > limits.MAX_NAMED_TOKENS:
         raise InvalidRequestError(f"`{name}` names more than {limits.MAX_NAMED_TOKENS} tokens", name)
-    try:
-        found = {int(token_id): float(value) for token_id, value in bias.items()}
-    except ValueError as error:
-        raise InvalidRequestError(f"`{name}` must name tokens by their ids", name) from error
+    if not all(map(_ID.fullmatch, bias)):  # int() would take "1_0", " 7 " and other scripts' digits as well
+        raise InvalidRequestError(f"`{name}` must name tokens by their ids", name)
+    found = {int(token_id): float(value) for token_id, value in bias.items()}
     check_vocabulary(tuple(found), vocab_size, name)
     return tuple(found.items())
 
@@ -353,4 +357,5 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> N
         raise InvalidRequestError(f"token id {worst} in `{param}` is outside 0 … {vocab_size - 1}", param)
 
 
+_ID = re.compile(r"(?:0|[1-9][0-9]{0,9})")
 _decoder = functools.cache(msgspec.json.Decoder)
