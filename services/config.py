@@ -45,13 +45,16 @@ def check_device(device: str) -> str:
 
 def _toml_value(value: object) -> str:
     """Strings, numbers and booleans are written the same way in TOML as in JSON; a dict becomes an inline table. Raises
-    ValueError for what TOML has no word for."""
+    ValueError for what TOML has no word for, and UserError for what is no text."""
     if isinstance(value, dict):
         entries = cast("dict[str, object]", value).items()
         return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(entry)}" for key, entry in entries) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml_value, cast("list[object]", value))) + "]"
-    text = msgspec.json.encode(value).decode()
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the name {value!r} is not in UTF-8: rename that file or folder") from error
     if text == "null":
         raise ValueError(f"{value} cannot be written in TOML: leave it out")
     return text

@@ -70,8 +70,8 @@ class EmbeddedNats:
             host=own_address(),
             port=port,
             max_payload=limits.MAX_PAYLOAD_BYTES,
-            logfile=json.dumps(str(logfile)),
-            folder=json.dumps(str(folder)),
+            logfile=json.dumps(str(logfile), ensure_ascii=False),  # it knows no \u00e9
+            folder=json.dumps(str(folder), ensure_ascii=False),
             access=access,
         )
         write_private(config, settings)

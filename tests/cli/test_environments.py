@@ -1,5 +1,6 @@
 """A mesh where people have set things up otherwise: users without a name or a home, file modes, locales."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -48,7 +49,7 @@ def test_a_mesh_serves_and_reads_its_files_alike(
 ) -> None:
     if before and subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no user of our own on this host")
-    model, state = Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "model")), tmp_path / "state"
+    model, state = Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "modèle ü 東")), tmp_path / "état"
     (model / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     codec = load_model(MeshConfig(model=ModelConfig(path=str(model)))).codec
     (own := tmp_path / "own").mkdir()
@@ -77,3 +78,14 @@ def test_a_mesh_serves_and_reads_its_files_alike(
     assert up.returncode == 0, said
     wait_until_gone(state)
     assert "Traceback" not in said
+
+
+def test_a_folder_that_is_not_in_utf_8_is_one_line(tmp_path: Path) -> None:
+    model = shutil.copytree(DEMO_MODEL_DIR, tmp_path / os.fsdecode(b"mod\xe8le"))
+    for settings in ({}, {"LC_ALL": "C", **WITHOUT_UTF_8}, latin_1(tmp_path)):
+        command = [*KVMESH, "up", "--port", "0", "--kv-mib", "16", "--model", os.fsencode(model)]
+        around = environment(tmp_path / "state") | settings
+        ended = subprocess.run(command, env=around, capture_output=True, timeout=120, check=False)
+        said = ended.stderr.strip().splitlines()
+        assert ended.returncode == 2 and b"is not in UTF-8: rename" in said[-1], (ended.stdout, ended.stderr)
+        assert b"Traceback" not in ended.stderr + ended.stdout
