@@ -2,7 +2,7 @@
 
 Everybody awaits replies below REPLIES, their role and their own name; observers below INBOX, as stock NATS tools do.
 Whom a question has reached may answer it there, once, and does so only where those await replies who may ask it
-(`replies_to`): it may say what they may not. Else everybody publishes to their own only, by which a client proves that
+(`replies_to`): it may say what they may not. So are people's surveys answered. Else everybody publishes to their own only, by which a client proves that
 its connection works.
 """
 
@@ -17,15 +17,18 @@ REPLIES = "_REPLY"
 INBOX = "_INBOX"
 ALL = "mesh.>"
 """What people subscribe to who want to hear all that they may."""
-GUESTS = (Role.OBSERVER, Role.OPERATOR, Role.INDEXER)
+PEOPLE = (Role.OBSERVER, Role.OPERATOR)
+GUESTS = (*PEOPLE, Role.INDEXER)
 """Who serves nothing, and comes with a stock client of NATS and credentials of its own."""
+SURVEY = "$SRV"
+"""Below this people ask which services there are, as the NATS Services API (ADR-32) has it."""
 SERVICE_NAMES = {
     Role.GATEWAY: ("gateway",),
     Role.SCHEDULER: ("scheduler",),
     Role.DIRECTORY: ("directory",),
     Role.HOLDER: ("prefill", "decode", "aggregated", "store"),
 }
-"""What the members of a role are listed as among the services of the NATS Services API (ADR-32)."""
+"""What the members of a role are listed as among the services of that API."""
 
 
 class Direction(StrEnum):
@@ -60,11 +63,12 @@ def permissions_of(role: Role, name: str) -> Permissions:
         unheard = [_anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.heard_by}]
         inboxes = f"{INBOX}.>" if role is Role.OBSERVER else own
         unheard.append(f"{ALL} >")  # in no queue group: a member of one takes its questions away from the others
-        return Permissions((*publish, "$SRV.>", own), (ALL, inboxes), tuple(unheard), may_answer=False)
-    listed = [f"$SRV.*.{service}{rest}" for service in SERVICE_NAMES[role] for rest in ("", ".*")]
+        surveys = (f"{SURVEY}.>",) if role in PEOPLE else ()
+        return Permissions((*publish, *surveys, own), (ALL, inboxes), tuple(unheard), may_answer=False)
+    listed = [f"{SURVEY}.*.{service}{rest}" for service in SERVICE_NAMES[role] for rest in ("", ".*")]
     if role is Role.SCHEDULER:
         heard.append(DISCONNECTED)
-    return Permissions((*publish, own), (*heard, "$SRV.*", *listed, own), (), may_answer=True)
+    return Permissions((*publish, own), (*heard, f"{SURVEY}.*", *listed, own), (), may_answer=True)
 
 
 def inbox_of(role: Role, name: str) -> str:
@@ -74,7 +78,12 @@ def inbox_of(role: Role, name: str) -> str:
 
 def replies_to(subject: Subject[Any, Any]) -> tuple[str, ...]:
     """Return what the subjects begin with on which those await replies who may ask this."""
-    return tuple(dict.fromkeys(inbox_of(grant.role, "") for grant in subject.said_by))
+    return inboxes_of(*(grant.role for grant in subject.said_by))
+
+
+def inboxes_of(*roles: Role) -> tuple[str, ...]:
+    """Return what the subjects begin with on which anybody of these roles awaits replies."""
+    return tuple(dict.fromkeys(inbox_of(role, "") for role in roles))
 
 
 def role_of(service: str) -> Role:

@@ -21,7 +21,6 @@ from urllib.parse import ParseResult
 
 import nats
 import nats.errors
-import nats.micro
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
@@ -32,7 +31,7 @@ from nats.protocol.parser import ERR_OP
 
 from dataplane.lasting import lasting_task
 from schemas.broker import DISCONNECTED
-from schemas.permissions import INBOX
+from schemas.permissions import INBOX, PEOPLE, inboxes_of
 from services.bus import limits
 from services.bus.base import (
     NOTHING,
@@ -59,6 +58,33 @@ _TOO_MANY_SUBSCRIPTIONS = "subscriptions exceeded"
 _BUFFER_FULL = "the broker is away and the send buffer is full"
 
 ResultT = TypeVar("ResultT")
+
+
+class SurveyedService(Service):
+    """A service of the Services API. `only_people`: it says what it is only where those await replies who may ask:
+    whoever answers may publish there what the asker may not."""
+
+    def __init__(self, client: Client, config: ServiceConfig, *, only_people: bool) -> None:
+        super().__init__(client, config)
+        self._awaited = inboxes_of(*PEOPLE) if only_people else ("",)
+
+    async def _handle_ping_request(self, msg: Msg) -> None:
+        if self._is_awaited(msg):
+            await super()._handle_ping_request(msg)
+
+    async def _handle_info_request(self, msg: Msg) -> None:
+        if self._is_awaited(msg):
+            await super()._handle_info_request(msg)
+
+    async def _handle_stats_request(self, msg: Msg) -> None:
+        if self._is_awaited(msg):
+            await super()._handle_stats_request(msg)
+
+    def _is_awaited(self, survey: Msg) -> bool:
+        if survey.reply and survey.reply.startswith(self._awaited):
+            return True
+        log.warning("%s is not answered: its reply would go to %r", survey.subject, survey.reply)
+        return False
 
 
 class NatsDelivery:
@@ -470,7 +496,9 @@ class NatsBus:
             config = ServiceConfig(
                 name=name, version=SERVICE_VERSION, description=description or f"kvmesh {name}", metadata=identity
             )
-            self._services[name] = await _add_service(self._client, config)
+            service = SurveyedService(self._client, config, only_people=self.knows_its_clients)
+            await service.start()
+            self._services[name] = service
         return self._services[name]
 
     async def flush(self, timeout_s: float | None = None) -> None:
@@ -728,7 +756,3 @@ async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:
     finally:
         if task.cancelling() > num_before:
             raise asyncio.CancelledError
-
-
-async def _add_service(client: Client, config: ServiceConfig) -> Service:
-    return await nats.micro.add_service(client, config)  # pyright: ignore[reportUnknownMemberType]

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,36 @@ async def test_a_reply_is_led_nowhere_but_to_who_may_ask(url: str, keys: MeshKey
         await until(lambda: len(asked) + bus.num_dropped == len(elsewhere) + 4)
         assert sorted(asked) == sorted([told[0], told[1], told[1]])
         await bus.close()
+
+
+async def test_a_survey_is_answered_only_where_people_await_replies(url: str, keys: MeshKeys) -> None:
+    """A worker may say that it leaves, and an observer may not: nor may it have the worker's answer go there."""
+    connection = await NatsBus.connect(BusAccess(url, identity_of(keys, Role.HOLDER, "w")), "w")
+    await connection.announce("decode", "a worker", {})
+    async with (
+        Member.join(url, identity_of(keys, Role.SCHEDULER, "s")) as scheduler,
+        Member.join(url, identity_of(keys, Role.GATEWAY, "g")) as gateway,
+        Member.join(url, identity_of(keys, Role.OPERATOR, "p")) as operator,
+        Member.join(url, identity_of(keys, Role.OBSERVER, "o")) as observer,
+    ):
+        elsewhere, people = (subjects.LEFT.of("w"), "_REPLY.gateway.g"), ("_REPLY.operator.p", "_INBOX.o")
+        heard = [await scheduler.client.subscribe(elsewhere[0])]
+        for member, prefix in zip((gateway, operator, observer), (elsewhere[1], *people), strict=True):
+            heard.append(await member.client.subscribe(f"{prefix}.*"))
+        for member in (scheduler, gateway, operator):
+            await member.settle()
+        surveys = [f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".decode")]
+        for number, survey in enumerate(surveys):  # a reply's subject is of use once
+            for prefix in (*elsewhere, *people):
+                reply = prefix if prefix == elsewhere[0] else f"{prefix}.{number}"
+                await observer.client.publish(survey, b"", reply=reply)
+        for subscription in heard[2:]:
+            assert {json.loads((await subscription.next_msg(20)).data)["name"] for _ in surveys} == {"decode"}
+        await connection.flush()
+        for member in (scheduler, gateway):
+            await member.settle()
+        assert [subscription.pending_msgs for subscription in heard] == [0, 0, 0, 0]
+    await connection.close()
 
 
 def test_no_reply_is_what_its_asker_may_not_say() -> None:
