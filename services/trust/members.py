@@ -76,7 +76,8 @@ def revoke_member(folder: Path, name: str) -> None:
             f"{name!r} has no key of its own that still is of use: `kvmesh bus-config {folder} --member {name}` makes "
             "one; whoever has its role's whole key can only be locked out with new keys for all"
         )
-    users = tuple(msgspec.structs.replace(made, revoked_s=now_s) for made in living)
+    # Revoked is what was made until a moment. Clocks are set back: no key is made after its own end.
+    users = tuple(msgspec.structs.replace(made, revoked_s=made.ends_s) for made in living)
     mesh = msgspec.structs.replace(mesh, members={**mesh.members, name: users})
     path = folder / BROKER_FILE
     with _written(folder):

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.cli.app import app
 from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
+from services.trust import nats_jwt
 from services.trust.keys import (
     BROKER_FILE,
     MESH_FILE,
@@ -102,6 +104,24 @@ async def test_who_leaves_is_locked_out_and_nobody_else(place: Place) -> None:
     again = await NatsBus.connect(place.access("decode-0"), "decode-0")
     for bus in (leaver, second, other, again):
         await bus.close()
+
+
+async def test_a_key_from_before_the_clock_was_set_back_is_revoked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker compares with the date of the key, which is an hour ahead."""
+    with monkeypatch.context() as ahead:
+        ahead.setattr(nats_jwt, "time", SimpleNamespace(time=lambda: time.time() + 3600))
+        add_member(place.keys, "decode-0", DAY_S)
+    access = place.access("decode-0")
+    assert access.identity and user_of(access.identity.credentials).iat > time.time() + 3000
+    leaver = await NatsBus.connect(access, "decode-0")
+    revoke_member(place.keys, "decode-0")
+    place.read_again()
+    async with asyncio.timeout(30):
+        await leaver.closed.wait()
+    with pytest.raises(BrokerRefusesError):
+        await NatsBus.connect(place.access("decode-0"), "decode-0")
+    add_member(place.keys, "decode-0", DAY_S)
+    await (await NatsBus.connect(place.access("decode-0"), "decode-0")).close()
 
 
 async def test_people_s_are_made_and_revoked_too(place: Place) -> None:
