@@ -97,6 +97,15 @@ class EngineLives(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that they have of their own."""
 
 
+class TenantLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant has in line on a worker: requests that wait for room, and prompt tokens that are to be computed
+    there."""
+
+    tenant: str
+    num_queued: Count = 0
+    num_uncomputed_tokens: Count = 0
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True):
     """Sent when it has changed, a few times a second at most, and about every 0.6 s else. Names the worker whole, so
     that a scheduler that has just started knows the fleet after one round."""
@@ -113,6 +122,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     """Prompt tokens accepted here and not yet computed or received."""
     num_unreceived_tokens: Count = 0
     """Those of them that another worker computes: here they wait for their KV only."""
+    lines: tuple[TenantLine, ...] = ()
+    """Whose that is, of the tenants that have most of it: they take turns."""
     num_tokens: Count = 0
     """Tokens of answers that this incarnation has given."""
     num_dropped_messages: Count = 0

@@ -199,7 +199,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             if not self._allocate(attempt):
                 actions += self._make_room(attempt, now_ms)
                 break
-            self._queue.remove(attempt)
+            self._begun(attempt)
             attempt.state, attempt.stage = advance(attempt.state, HandoffState.RESERVED), "reserved"
             actions.append(self._publish_reserved(attempt))
             if attempt.lost_reason:

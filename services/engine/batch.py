@@ -1,11 +1,14 @@
 """Which sequences the next engine step computes, and what its tokens mean. Pure: decides, never acts.
 
-A step holds one token of each decode sequence and fills the rest of its token budget with prefill chunks, first come
-first served. While a prompt waits, a share of the budget and one of the places are kept for prefill, so that many
-decodes cannot starve it; where the decodes do not all fit into the rest they take turns.
+A step holds one token of each decode sequence and fills the rest of its token budget with prefill chunks: tenants in
+turn, of each what came first. While a prompt waits, a share of the budget and one of the places are kept for prefill,
+so that many decodes cannot starve it; where the decodes do not all fit into the rest tenants take turns, and their
+decodes too.
 """
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import zip_longest
 
 from schemas.ids import RequestId
 from services.engine import limits
@@ -22,6 +25,7 @@ from services.engine.interface import (
     StepResult,
 )
 from services.engine.rules import append_token, check_sequence, check_work
+from services.engine.turns import TenantTurns
 
 Key = tuple[RequestId, int]
 
@@ -42,6 +46,8 @@ class Batch:
         self._prefill: dict[Key, Sequence] = {}
         self._decode: dict[Key, Sequence] = {}
         self._started: set[Key] = set()
+        self._turns = TenantTurns()
+        """Of the tenants that have prompts, in tokens."""
 
     def __repr__(self) -> str:
         num_running, num_queued, num_uncomputed_tokens = self.load()
@@ -104,10 +110,11 @@ class Batch:
             StepItem(sequence, sequence.num_computed_tokens, 1, True) for sequence in self._next_decodes(num_decodes)
         ]
         budget = self.token_budget - len(items)
-        for sequence in self._prefill.values():
+        for sequence in self._prefill_in_turn():
             if budget == 0 or len(items) == self.max_sequences:
                 break
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
+            self._turns.gave(sequence.tenant, num_tokens)
             start = sequence.num_computed_tokens
             items.append(StepItem(sequence, start, num_tokens, start + num_tokens == len(sequence.token_ids)))
             budget -= num_tokens
@@ -163,11 +170,22 @@ class Batch:
         assert all(s.num_uncomputed_tokens == 1 for s in self._decode.values()), "a decode computes one token"
         assert all(s.num_uncomputed_tokens > 1 for s in self._prefill.values()), "a prefill computes several"
 
+    def _prefill_in_turn(self) -> Iterator[Sequence]:
+        """Iterate over the prompts; whose turn is next depends on what is given meanwhile."""
+        lines = _by_tenant(self._prefill.values())
+        while lines:
+            tenant = self._turns.order(lines)[0]
+            yield lines[tenant].pop(0)
+            if not lines[tenant]:
+                del lines[tenant]
+
     def _next_decodes(self, count: int) -> list[Sequence]:
-        """Return `count` decodes; where that is not all of them, they go to the end of the line."""
+        """Return `count` decodes; where that is not all of them, as many of each tenant, and they go to the end of the
+        line."""
         if count == len(self._decode):
             return list(self._decode.values())
-        keys = list(self._decode)[:count]
+        rounds = zip_longest(*_by_tenant(self._decode.values()).values())
+        keys = [_key(sequence) for each in rounds for sequence in each if sequence is not None][:count]
         for key in keys:
             self._decode[key] = self._decode.pop(key)
         return [self._decode[key] for key in keys]
@@ -178,6 +196,13 @@ class Batch:
             self.remove(*key)
             if not ended:
                 self._decode[key] = sequence
+
+
+def _by_tenant(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
+    lines: dict[str, list[Sequence]] = {}
+    for sequence in sequences:
+        lines.setdefault(sequence.tenant, []).append(sequence)
+    return lines
 
 
 def _key(sequence: Sequence) -> Key:

@@ -231,15 +231,15 @@ class PrefillCore(RoleCore[PrefillAttempt]):
                 actions += self._close_lease(stuck, LeaseEnd.CANCELLED, reason, tell_target=True)
                 actions += self._forget(stuck, now_ms)
                 continue
-            self._queue.remove(attempt)
+            self._begun(attempt)
             assert attempt.kv is not None
             attempt.kv.sources.extend(() if whole else attempt.request.sources)
             actions += self._lease(attempt, now_ms) + self._assemble(attempt)
         return actions
 
     def _next(self, now_ms: int) -> PrefillAttempt | None:
-        """Return what begins next: the first prompt whose decode worker has room. With none, the first one, so that it
-        is computed once there is room, unless the prompts that have run ahead so hold too many blocks."""
+        """Return what begins next: the prompt whose turn it is of those whose decode workers have room. With none, of
+        all, so that it is computed once there is room, unless those that have run ahead so hold too many blocks."""
         ready = self._next_queued(now_ms, lambda attempt: not attempt.runs_ahead)
         if ready is not None:
             return ready

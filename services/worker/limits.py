@@ -115,6 +115,9 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 # What it says of itself.
 
+MAX_LINES = 32
+"""Tenants that wait and are named in one load: those with most in line."""
+
 MAX_LISTED = 50
 """Requests, and leases, in one description of a worker: the oldest. With the worker's rates they are some 25 kB."""
 MAX_STEPS_KEPT = 200

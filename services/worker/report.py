@@ -2,6 +2,7 @@
 going on."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from schemas.directory import Inventory
 from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
 from schemas.worker import (
     LeftReason,
+    TenantLine,
     WorkerBeat,
     WorkerDraining,
     WorkerInfo,
@@ -24,9 +26,10 @@ from schemas.worker import (
 from services.bus.typed import TypedBus
 from services.engine.process import RunningEngine
 from services.times import PresenceTimes
+from services.worker.core.attempts import AnyAttempt
 from services.worker.core.leases import Grant
 from services.worker.kv.holder import KVHolder
-from services.worker.limits import MAX_LISTED
+from services.worker.limits import MAX_LINES, MAX_LISTED
 from services.worker.observe.journal import Journal
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.outbox import Outbox
@@ -146,8 +149,8 @@ class WorkerReporter(Reporter):
         """Return what there is to do at `now_ms`."""
         engine, roles = self.engine.engine_load(), self.cores.roles
         num_queued = sum(role.num_queued for role in roles)
-        awaited = {"prefill": 0, "decode": 0}
-        for attempt in self.cores.attempts():
+        awaited, attempts = {"prefill": 0, "decode": 0}, list(self.cores.attempts())
+        for attempt in attempts:
             awaited[attempt.part] += attempt.num_awaited_tokens
         return WorkerLoad(
             worker=self.info(),
@@ -158,6 +161,7 @@ class WorkerReporter(Reporter):
             num_waiting_for_twin=sum(role.num_waiting_for_twin for role in roles),
             num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
             num_unreceived_tokens=awaited["decode"],
+            lines=_lines(attempts),
             num_tokens=self.outbox.num_tokens,
             num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
             num_refused_reads=self.num_refused_reads,
@@ -169,6 +173,21 @@ class WorkerReporter(Reporter):
     def requests(self, now_ms: int) -> Iterable[HeldRequest]:
         """Return what goes on here, for people."""
         return self.cores.held(now_ms)
+
+
+def _lines(attempts: Iterable[AnyAttempt]) -> tuple[TenantLine, ...]:
+    """Return what each tenant has in line, those with most in front."""
+    queued, uncomputed = Counter[str](), Counter[str]()
+    for attempt in attempts:
+        queued[attempt.request.tenant] += attempt.stage == "queued"
+        uncomputed[attempt.request.tenant] += attempt.num_uncomputed_tokens
+    lines = [
+        TenantLine(tenant=tenant, num_queued=queued[tenant], num_uncomputed_tokens=num_tokens)
+        for tenant, num_tokens in uncomputed.items()
+        if queued[tenant] or num_tokens
+    ]
+    lines.sort(key=lambda line: (line.num_queued, line.num_uncomputed_tokens), reverse=True)
+    return tuple(lines[:MAX_LINES])
 
 
 def describe(

@@ -33,6 +33,7 @@ def make(
     eos: frozenset[int] = frozenset(),
     stop: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    tenant: str = "",
 ) -> Sequence:
     return Sequence(
         request_id=RequestId(name),
@@ -44,6 +45,7 @@ def make(
         num_computed_tokens=num_computed_tokens,
         max_local_tokens=max_local_tokens,
         stop_token_ids=eos,
+        tenant=tenant,
     )
 
 
@@ -68,6 +70,29 @@ def test_decodes_go_first_and_prefill_fills_the_budget() -> None:
     batch.add(make("d1", 5, answer=(1,), num_computed_tokens=5))
     batch.add(make("p2", 20))
     assert shape(batch.plan()) == [("d1", 5, 1, True), ("p1", 0, 6, True), ("p2", 0, 3, False)]
+
+
+def test_tenants_prompts_are_computed_in_turn() -> None:
+    """One that is short does not wait for another tenant's backlog, nor for the long prompt that is in work."""
+    batch = Batch(10)
+    for number in range(20):
+        batch.add(make(f"a{number}", 100, tenant="a"))
+    step(batch)
+    batch.add(make("b", 12, tenant="b"))
+    assert [shape(_planned(batch)) for _ in range(3)] == [
+        [("b", 0, 10, False)],
+        [("a0", 10, 10, False)],
+        [("b", 10, 2, True), ("a0", 20, 8, False)],
+    ]
+
+
+def test_tenants_decodes_take_turns_where_they_do_not_fit() -> None:
+    batch = Batch(5)
+    for number in range(40):
+        batch.add(make(f"a{number}", 5, answer=(1,), num_computed_tokens=5, max_tokens=50, tenant="a"))
+    batch.add(make("b", 5, answer=(1,), num_computed_tokens=5, max_tokens=50, tenant="b"))
+    seen = Counter(sampled.sequence.request_id for _ in range(20) for sampled in step(batch).sampled)
+    assert seen["b"] == 20 and all(seen[RequestId(f"a{number}")] == 2 for number in range(40))
 
 
 def test_a_long_prompt_is_split_and_sampled_once() -> None:

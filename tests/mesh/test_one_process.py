@@ -213,6 +213,7 @@ async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
                 for n in range(4)
             ]
             await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3)
+            await client.until(lambda fleet: [line.num_queued for w in fleet for line in w.lines] == [3])
     assert [reply.has_room for reply in replies if isinstance(reply, ReservationAccepted)] == [True] + [False] * 3
 
 

@@ -152,15 +152,17 @@ class Exhaustive:
         return float(self.fleet.compute_ms(np.array([worker.slot]), first_token, end_token)[0])
 
     def _queue_ms(self, worker: KnownWorker) -> float:
-        num_tokens = self.question.demand.num_prompt_tokens
-        return worker.num_waiting_tokens * self._compute_ms(worker, 0, num_tokens) / num_tokens
+        demand = self.question.demand
+        num_tokens = demand.num_prompt_tokens
+        before = worker.before(demand.tenant, num_tokens)
+        return before.num_tokens * self._compute_ms(worker, 0, num_tokens) / num_tokens
 
     def _load_ms(self, worker: KnownWorker) -> float:
         return worker.num_requests * float(self.fleet.step_ms(np.array([worker.slot]))[0]) * LOAD_WEIGHT
 
     def _room_ms(self, worker: KnownWorker, num_held_tokens: int) -> float:
         size = worker.info.block_size
-        lacking = -(-sum(self.question.demand) // size) - num_held_tokens // size
+        lacking = -(-self.question.demand.num_tokens // size) - num_held_tokens // size
         return NO_ROOM_MS if lacking > worker.num_usable_blocks else 0.0
 
     def _against(self, worker: KnownWorker) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId
-from schemas.worker import PrefillRate, WorkerLoad, WorkerRates
+from schemas.worker import PrefillRate, TenantLine, WorkerLoad, WorkerRates
 from services.config import SchedulerConfig
 from services.scheduler.placement import cost
 from services.scheduler.placement.cost import Cost, CostLimits
@@ -51,9 +51,11 @@ def loads(draw: st.DrawFn, name: str) -> WorkerLoad:
         prefill=points, transfers=said.rates.transfers, decode_step_ms=draw(st.sampled_from([0.0, 0.0, 4.0])),
         kv_token_bytes=draw(st.sampled_from([0, 0, 1_000, 200_000])),
     )  # fmt: skip
+    num_theirs = said.num_uncomputed_tokens // draw(st.sampled_from([1, 1, 2]))
+    lines = (TenantLine(tenant="other", num_queued=2, num_uncomputed_tokens=num_theirs),) if draw(st.booleans()) else ()
     return WorkerLoad(
         worker=said.worker, state="ready", blocks=said.blocks, num_running=said.num_running, num_queued=draw(few),
-        num_uncomputed_tokens=said.num_uncomputed_tokens, rates=rates,
+        num_uncomputed_tokens=said.num_uncomputed_tokens, rates=rates, lines=lines,
     )  # fmt: skip
 
 

@@ -5,7 +5,16 @@ from msgspec.structs import replace
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import Placement, PlaceRequest, RefusalReason, Refused
-from schemas.worker import BlockCounts, PrefillRate, WorkerDraining, WorkerInfo, WorkerLoad, WorkerRates, WorkerRole
+from schemas.worker import (
+    BlockCounts,
+    PrefillRate,
+    TenantLine,
+    WorkerDraining,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerRates,
+    WorkerRole,
+)
 from services.config import SchedulerConfig
 from services.scheduler.core import SchedulerCore
 from services.scheduler.limits import MAX_RETRY_MS, MAX_TENANTS
@@ -143,6 +152,30 @@ def test_a_tenants_flood_leaves_half_of_the_queue_to_the_others(policy: str) -> 
     core.handle(load("p0", waiting=9_000, tokens_per_s=1_000), late)
     core.handle(load("d0", free=1_000), late)
     assert overload(core, ask(tokens=500, tenant="flood"), late) is None, "nobody else is there any more"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenant_s_backlog_is_not_the_others_wait(policy: str) -> None:
+    """Workers serve tenants in turn: 336 answers and 90 s of prompts of one tenant delay another's by one of each."""
+    line = TenantLine(tenant="flood", num_queued=336, num_uncomputed_tokens=90_000)
+    prefill = replace(load("p0", waiting=90_000, tokens_per_s=1_000), lines=(replace(line, num_queued=0),))
+    decode = replace(load("d0", queued=336, running=64, free=0, step_ms=8), lines=(line,))
+    core = mesh(prefill, decode, policy=policy)
+    assert overload(core, ask(max_tokens=1_500, tenant="flood")) is not None
+    assert overload(core, ask(tokens=4, max_tokens=4, tenant="calm")) is None
+    both = [replace(prefill, lines=(line, replace(line, tenant="calm"))), decode]
+    assert overload(mesh(*both, policy=policy), ask(tenant="calm")) is not None, "its own backlog is its own"
+    unknown = [replace(each, lines=()) for each in (prefill, decode)]
+    assert overload(mesh(*unknown, policy=policy), ask(tenant="calm")) is not None, "nobody says whose it is"
+
+
+def test_what_was_placed_for_a_tenant_is_before_its_own_requests_only() -> None:
+    core = mesh(load("p0", tokens_per_s=1_000), load("d0", free=1_000))
+    placed = sum(overload(core, ask(tokens=1_000, tenant="flood")) is None for _ in range(100))
+    assert placed == 11, "ten seconds"
+    placement = core.place(ask(tokens=500, tenant="calm"), 0)
+    assert isinstance(placement, Placement) and placement.terms is not None
+    assert placement.terms.queue_ms == pytest.approx(500), "as much of the other's as of its own"
 
 
 def test_a_tenants_name_has_a_bound() -> None:

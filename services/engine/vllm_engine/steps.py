@@ -1,6 +1,7 @@
 """The steps of vLLM: it decides what a step computes; what came of it is told as of any engine."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from services.engine.interface import (
     StepResult,
 )
 from services.engine.rules import append_token, check_sequence, check_work, num_tokens_left
+from services.engine.turns import TenantTurns
+from services.engine.vllm_engine.formats import MAX_SEQUENCES
 from services.engine.vllm_engine.link import EngineLink, sequence_name
 from services.engine.vllm_engine.plan import TrackedSequence
 
@@ -51,7 +54,11 @@ class LocalEngine(Protocol):
 
 
 class VllmSteps:
-    """As `Steps`. A step that raises is vLLM's end: it does not say what it had done until then."""
+    """As `Steps`. A step that raises is vLLM's end: it does not say what it had done until then.
+
+    vLLM serves first come first served. So it is given what its next step can compute, tenants in turn, and the rest
+    waits here.
+    """
 
     def __init__(
         self,
@@ -70,11 +77,15 @@ class VllmSteps:
         self._names: dict[Key, str] = {}
         """vLLM's name of each sequence."""
         self._started: set[Key] = set()
+        self._lines: dict[str, deque[Sequence]] = {}
+        """What vLLM has not been given yet, by tenant."""
+        self._turns = TenantTurns()
+        """Of the tenants, in tokens to compute."""
         self.on_begin: Callable[[Seq[Sequence]], None] = lambda _: None
         link.on_begin = lambda sequences: self.on_begin(sequences)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) + sum(map(len, self._lines.values()))
 
     @property
     def layout(self) -> KVLayout:
@@ -92,9 +103,45 @@ class VllmSteps:
     def add(self, sequence: Sequence) -> None:
         check_work(sequence)
         key = _key(sequence)
-        if key in self._names:
+        if key in self._names or self._waiting(key) is not None:
             raise InvalidSequenceError(f"{key} is in the engine already")
-        ours = sequence_name(sequence)
+        if self._lines or not self._has_room:
+            self._lines.setdefault(sequence.tenant, deque()).append(sequence)
+        else:
+            self._give(sequence)
+
+    def _waiting(self, key: Key) -> Sequence | None:
+        return next((each for line in self._lines.values() for each in line if _key(each) == key), None)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether vLLM's next step could compute some of one more."""
+        num_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._link.sequences.values())
+        return len(self._names) < MAX_SEQUENCES and num_tokens < self._token_budget
+
+    def _give_waiting(self) -> list[FailedSequence]:
+        """Give vLLM what has waited, as much as it has room for; return what it does not take."""
+        failed: list[FailedSequence] = []
+        while self._lines and self._has_room:
+            tenant = self._turns.order(self._lines)[0]
+            sequence = self._lines[tenant][0]
+            self._leave_line(sequence)
+            try:
+                self._give(sequence)
+            except InvalidSequenceError as error:
+                failed.append(FailedSequence(sequence, str(error)))
+        return failed
+
+    def _leave_line(self, sequence: Sequence) -> None:
+        line = self._lines[sequence.tenant]
+        line.remove(sequence)
+        if not line:
+            del self._lines[sequence.tenant]
+
+    def _give(self, sequence: Sequence) -> None:
+        """Give vLLM a sequence. Raises InvalidSequenceError."""
+        key, ours = _key(sequence), sequence_name(sequence)
+        self._turns.gave(sequence.tenant, sequence.num_uncomputed_tokens)
         try:
             theirs = self._engine.add_request(ours, sequence, num_tokens_left(sequence, self._context_length))
         except ValueError as error:
@@ -105,6 +152,9 @@ class VllmSteps:
 
     def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
         key = (request_id, attempt)
+        if (waiting := self._waiting(key)) is not None:
+            self._leave_line(waiting)
+            return waiting
         if (theirs := self._names.get(key)) is None:
             return None
         self._engine.abort(theirs)
@@ -112,10 +162,13 @@ class VllmSteps:
 
     def clear(self) -> list[Sequence]:
         """Take all out. vLLM is not told: no step follows."""
-        return [self._forget(key) for key in list(self._names)]
+        waiting = [sequence for line in self._lines.values() for sequence in line]
+        self._lines.clear()
+        return [*(self._forget(key) for key in list(self._names)), *waiting]
 
     def load(self) -> EngineLoad:
-        sequences = self._link.sequences.values()
+        waiting = [sequence for line in self._lines.values() for sequence in line]
+        sequences = [*self._link.sequences.values(), *waiting]
         prefill = [sequence for sequence in sequences if sequence.num_uncomputed_tokens > 1]
         num_queued = sum(_key(sequence) not in self._started for sequence in sequences)
         return EngineLoad(
@@ -125,12 +178,13 @@ class VllmSteps:
         )
 
     def run_step(self) -> StepResult | None:
-        if not self._names:
+        failed = self._give_waiting()
+        if not (self._names or failed):
             return None
         started_ns = time.monotonic_ns()
         try:
             self._link.begin_step([], 0)
-            return self._result(self._engine.engine_step(), started_ns)
+            return self._result(self._engine.engine_step(), started_ns, failed)
         except Exception as error:
             lost = EngineLostError(f"vLLM failed: {type(error).__name__}: {error}")
             raise StepFailedError(self.clear(), lost) from error
@@ -139,7 +193,7 @@ class VllmSteps:
         self._link.close()
         self._engine.close()
 
-    def _result(self, outputs: list[Output], started_ns: int) -> StepResult:
+    def _result(self, outputs: list[Output], started_ns: int, failed: list[FailedSequence]) -> StepResult:
         num_prefill = num_decode = 0
         computed: list[tuple[Sequence, int]] = []
         for copies in self._link.step:
@@ -155,7 +209,6 @@ class VllmSteps:
             self._started.add(_key(sequence))
             computed.append((sequence, sequence.num_computed_tokens))
         sampled: list[SampledToken] = []
-        failed: list[FailedSequence] = []
         for output in outputs:
             self._take(output, sampled, failed)
         return StepResult(

@@ -43,6 +43,11 @@ class Demand(NamedTuple):
 
     num_prompt_tokens: int
     max_tokens: int
+    tenant: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.max_tokens
 
 
 class Group(NamedTuple):
@@ -81,6 +86,8 @@ class FleetView:
         self._speeds = Speeds()
         self._pairs = Pairs()
         self._slots: dict[WorkerId, int] = {}
+        self._lined: dict[int, KnownWorker] = {}
+        """By slot: where tenants are in line."""
         self._asked: tuple[Demand, Queues] | None = None
         """The queues that were last asked for, of all workers, until anything changes."""
 
@@ -128,14 +135,15 @@ class FleetView:
         self._by_slot[slot] = None
         self._free.append(slot)
         self.rows[slot] = 0
+        self._lined.pop(slot, None)
         self._forget_sums()
         self._speeds.observe(slot, ())
         self._pairs.remove_worker(slot)
         self._regroup()
 
-    def place(self, worker: KnownWorker, *, num_tokens: int, num_blocks: int) -> None:
+    def place(self, worker: KnownWorker, *, tenant: str, num_tokens: int, num_blocks: int) -> None:
         """Count a request as load until the worker reports its own."""
-        worker.place(num_tokens=num_tokens, num_blocks=num_blocks)
+        worker.place(tenant=tenant, num_tokens=num_tokens, num_blocks=num_blocks)
         self._write(worker)
 
     def worker(self, slot: int) -> KnownWorker:
@@ -211,21 +219,24 @@ class FleetView:
 
     def _queues(self, demand: Demand) -> Queues:
         rows, slots = self.rows, np.arange(len(self.rows))
+        waiting, waiting_tokens = rows["waiting"].copy(), rows["waiting_tokens"].copy()
+        for slot, worker in self._lined.items():
+            waiting[slot], waiting_tokens[slot] = worker.before(demand.tenant, demand.num_prompt_tokens)
         # The prompts in line are taken to be as long as this one: their context decides their speed.
         whole_ms = self.compute_ms(slots, 0, demand.num_prompt_tokens)
-        prompts_ms = rows["waiting_tokens"] * whole_ms / demand.num_prompt_tokens
+        prompts_ms = waiting_tokens * whole_ms / demand.num_prompt_tokens
         # Room comes as answers end: those who run end within about one answer's time, and let as many in. It is given
-        # in the order of arrival: whoever is small waits behind whoever is large.
+        # to tenants in turn, and in the order of arrival: whoever is small waits behind whoever is large.
         num_needed = needed_blocks(demand, np.maximum(rows["block_size"], 1))
         must_wait = (rows["queued"] > 0) | (num_needed > rows["usable_blocks"])
         num_at_once = (rows["usable_blocks"] + rows["placed_blocks"]) // num_needed
         num_at_once = np.maximum(np.maximum(num_at_once, rows["running"]), 1)
-        answers_ms = demand.max_tokens * self.step_ms(slots) * rows["waiting"] / num_at_once
-        return Queues(prompts_ms, np.where(must_wait, answers_ms, 0.0), rows["waiting"])
+        answers_ms = demand.max_tokens * self.step_ms(slots) * waiting / num_at_once
+        return Queues(prompts_ms, np.where(must_wait, answers_ms, 0.0), waiting)
 
     def fitting(self, slots: Slots, demand: Demand) -> Slots:
         """Return those that have room for prompt and answer."""
-        return slots[self.rows["max_tokens"][slots] >= sum(demand)]
+        return slots[self.rows["max_tokens"][slots] >= demand.num_tokens]
 
     def replica_of(self, decoding: KnownWorker, avoided: Collection[WorkerId]) -> WorkerId | None:
         """Return who should be offered what `decoding` completes: a store, else whoever decodes too and has most
@@ -254,6 +265,10 @@ class FleetView:
     def _write(self, worker: KnownWorker) -> None:
         info, load = worker.info, worker.load
         self._forget_sums()
+        if worker.lines:
+            self._lined[worker.slot] = worker
+        else:
+            self._lined.pop(worker.slot, None)
         self.rows[worker.slot] = (
             worker.num_waiting_tokens, worker.num_requests, worker.num_waiting, load.num_queued, load.num_running,
             worker.num_usable_blocks, worker.num_free_blocks, worker.num_placed_blocks, max(1, info.block_size),
@@ -282,4 +297,4 @@ class FleetView:
 
 def needed_blocks(demand: Demand, block_size: Any) -> Any:
     """Return how many blocks the prompt and the answer fill; of one size or of an array of them."""
-    return -(-sum(demand) // block_size)
+    return -(-demand.num_tokens // block_size)

@@ -1,6 +1,7 @@
 """A worker as a placement sees it: what it has said of itself, and what was placed on it since. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad, WorkerState
 
@@ -15,6 +16,13 @@ def idle(info: WorkerInfo) -> WorkerLoad:
         num_queued=0,
         num_uncomputed_tokens=0,
     )
+
+
+class Line(NamedTuple):
+    """Requests in line, and prompt tokens."""
+
+    num_waiting: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +44,8 @@ class KnownWorker:
     num_placed_requests: int = 0
     num_placed_tokens: int = 0
     num_placed_blocks: int = 0
+    lines: dict[str, Line] = field(default_factory=dict[str, Line])
+    """What tenants have in line here, as far as it names them, or on their way."""
 
     def observe(self, load: WorkerLoad) -> None:
         """Replace what is known by the worker's own report: what was placed before is in it."""
@@ -44,9 +54,12 @@ class KnownWorker:
         self.is_draining = self.is_draining or load.state == "draining"
         self.is_starting = load.state == "starting"
         self.num_placed_requests = self.num_placed_tokens = self.num_placed_blocks = 0
+        self.lines = {line.tenant: Line(line.num_queued, line.num_uncomputed_tokens) for line in load.lines}
 
-    def place(self, *, num_tokens: int, num_blocks: int) -> None:
+    def place(self, *, tenant: str, num_tokens: int, num_blocks: int) -> None:
         """Count a request as load until the worker reports its own."""
+        line = self.lines.get(tenant, Line())
+        self.lines[tenant] = Line(line.num_waiting + 1, line.num_tokens + num_tokens)
         self.num_placed_requests += 1
         self.num_placed_tokens += num_tokens
         self.num_placed_blocks += num_blocks
@@ -73,6 +86,15 @@ class KnownWorker:
     def num_waiting_tokens(self) -> int:
         """Count the prompt tokens that it computes before a new request's. What others compute for it is no queue."""
         return max(0, self.num_uncomputed_tokens - self.load.num_unreceived_tokens)
+
+    def before(self, tenant: str, num_tokens: int) -> Line:
+        """Return what is served here before a new request of a tenant, of so many prompt tokens. Tenants take turns:
+        what another one has beyond the tenant's own, this request included, comes later."""
+        own = self.lines.get(tenant, Line())
+        others = [line for name, line in self.lines.items() if name != tenant]
+        num_later = sum(max(0, line.num_waiting - own.num_waiting - 1) for line in others)
+        num_later_tokens = sum(max(0, line.num_tokens - own.num_tokens - num_tokens) for line in others)
+        return Line(max(0, self.num_waiting - num_later), max(0, self.num_waiting_tokens - num_later_tokens))
 
     @property
     def num_free_blocks(self) -> int:

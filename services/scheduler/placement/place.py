@@ -46,7 +46,7 @@ class Case:
 
     @property
     def demand(self) -> Demand:
-        return Demand(max(1, self.request.num_prompt_tokens), self.request.max_tokens)
+        return Demand(max(1, self.request.num_prompt_tokens), self.request.max_tokens, self.request.tenant)
 
 
 class Chosen(NamedTuple):
@@ -186,10 +186,13 @@ class Placer:
         num_tokens = terms.computed_tokens if terms is not None else case.request.num_prompt_tokens
         # Who looks at no prices does not count room either: it is told when the worker reports.
         demand = case.demand if terms is not None else Demand(0, 0)
-        case.fleet.place(prefill, num_tokens=num_tokens, num_blocks=needed_blocks(demand, prefill.info.block_size))
+        tenant = case.request.tenant
+        num_blocks = needed_blocks(demand, prefill.info.block_size)
+        case.fleet.place(prefill, tenant=tenant, num_tokens=num_tokens, num_blocks=num_blocks)
         if decode is not None:
-            case.fleet.place(decode, num_tokens=0, num_blocks=needed_blocks(demand, decode.info.block_size))
-        self._admission.placed(case.request.tenant, num_tokens, case.now_ms)
+            num_blocks = needed_blocks(demand, decode.info.block_size)
+            case.fleet.place(decode, tenant=tenant, num_tokens=0, num_blocks=num_blocks)
+        self._admission.placed(tenant, num_tokens, case.now_ms)
 
     def _note(self, case: Case, chosen: Chosen) -> None:
         """Remember who computes this prompt, where that was priced."""

@@ -277,6 +277,13 @@ class Attempt(Generic[RequestT]):
             return len(self.prompt) - self.wait.twin.end_block * self.hasher.block_size
         return len(self.prompt) - (self.kv.num_present_tokens if self.kv else 0)
 
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Prompt tokens that are to be computed here, about."""
+        if self.stage == "computing" and not self.times.num_tokens:
+            return max(0, len(self.prompt) - self.num_stored_blocks * self.hasher.block_size)
+        return self.num_awaited_tokens if self.part == "prefill" else 0
+
     def held(self, now_ms: int) -> HeldRequest:
         """Return how far it is, for people."""
         return HeldRequest(

@@ -1,8 +1,8 @@
 """The core of a role: it owns the attempts, and does with them what prefill and decode do the same way. Pure."""
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from dataplane.blocks.cache import BlockCache
@@ -25,6 +25,7 @@ from schemas.request import (
 from schemas.subjects import Subject
 from schemas.worker import WorkerLeft, WorkerState
 from services.engine.interface import SampledToken, Sequence, StepResult
+from services.engine.turns import TenantTurns
 from services.worker.core.actions import (
     Action,
     AttemptEnded,
@@ -97,6 +98,8 @@ class RoleCore(ABC, Generic[AttemptT]):
         self._twins = twins or Twins(cache)
         self._twins.watch(self.attempts)
         self._queue: deque[AttemptT] = deque()
+        self._turns = TenantTurns()
+        """Of the queue's tenants, in blocks."""
         self._by_handoff: dict[HandoffId, AttemptT] = {}
 
     @property
@@ -176,7 +179,7 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     @abstractmethod
     def admit(self, now_ms: int) -> list[Action]:
-        """Begin what is queued, first come first served, while there are blocks."""
+        """Begin what is queued while there are blocks: tenants in turn, of each what came first."""
 
     @abstractmethod
     def _read_on(self, attempt: AttemptT, event: ReadEnded, now_ms: int) -> list[Action]:
@@ -206,7 +209,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         if known is not None and known.request.handoff_id == request.handoff_id:
             return known
         prompt = read_prompt(request.prompt)
-        full = len(self._queue) >= limits.max_queued
+        full = self._is_full(request.tenant)
         refused = check_request(request, prompt, limits, now_ms, state=self.state, full=full)
         if refused is not None:
             return SendReply(refused)
@@ -220,6 +223,16 @@ class RoleCore(ABC, Generic[AttemptT]):
         if request.handoff_id is not None:
             self._by_handoff[request.handoff_id] = attempt
         return attempt
+
+    def _is_full(self, tenant: str) -> bool:
+        """Say whether the queue has no place for one more of this tenant. In a full one there is up to as much again
+        for those that have less than their equal shares of it."""
+        most = self._limits.max_queued
+        if len(self._queue) < most:
+            return False
+        waiting = Counter(attempt.request.tenant for attempt in self._queue)
+        share = most // len(waiting.keys() | {tenant})
+        return waiting[tenant] >= share or len(self._queue) >= 2 * most
 
     def _stepped(self, result: StepResult, now_ms: int) -> list[Action]:
         """Send on what an engine step gave. Sequences of other cores are passed over."""
@@ -457,15 +470,28 @@ class RoleCore(ABC, Generic[AttemptT]):
     # Blocks, reads, the engine.
 
     def _next_queued(self, now_ms: int, may_begin: Callable[[AttemptT], bool] = lambda _: True) -> AttemptT | None:
-        """Return the first in the queue that may begin and does not wait for a twin."""
+        """Return whose turn it is of those in the queue that may begin and do not wait for a twin."""
         first: AttemptT | None = None
-        for attempt in self._queue:  # those behind the first are looked at to say what they wait for
+        for attempt in self._in_turn():  # those behind the first are looked at to say what they wait for
             if not may_begin(attempt):
                 continue
             is_waiting = attempt.stage == "waiting_for_twin" or first is None
             if is_waiting and not self._waits(attempt, now_ms) and first is None:
                 first = attempt
         return first
+
+    def _in_turn(self) -> Iterator[AttemptT]:
+        """Iterate over the queue: those of the tenant whose turn it is in front."""
+        lines: dict[str, list[AttemptT]] = {}
+        for attempt in self._queue:
+            lines.setdefault(attempt.request.tenant, []).append(attempt)
+        for tenant in self._turns.order(lines):
+            yield from lines[tenant]
+
+    def _begun(self, attempt: AttemptT) -> None:
+        """An attempt has its blocks, and waits no more."""
+        self._queue.remove(attempt)
+        self._turns.gave(attempt.request.tenant, self._num_blocks(attempt))
 
     def _waits(self, attempt: AttemptT, now_ms: int) -> bool:
         """Say whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logarithms

@@ -117,3 +117,34 @@ def test_what_the_engine_had_itself_is_told_as_reused() -> None:
 def test_nothing_to_do_is_no_step() -> None:
     world: World = fake_world()
     assert world.steps.run_step() is None and world.engine.num_steps == 0
+
+
+def test_a_tenant_s_prompt_waits_for_no_other_tenant_s_backlog() -> None:
+    """vLLM serves first come first served: it has what it can compute, and what waits here is given to it in turn."""
+    world = fake_world()
+    world.add("a0", prompt_of(70), GREEDY, world.table(90), tenant="a", hands_over=True)
+    for number in range(1, 6):
+        world.add(f"a{number}", prompt_of(70, number), GREEDY, world.table(90), tenant="a", hands_over=True)
+    gone = world.add("gone", prompt_of(30, 9), GREEDY, world.table(60), tenant="a")
+    late = world.add("b", prompt_of(20, 7), GREEDY, world.table(40), tenant="b", hands_over=True)
+    assert (len(world.steps), world.steps.load().num_uncomputed_tokens) == (8, 6 * 70 + 30 + 20)
+    assert world.steps.remove(gone.request_id, gone.attempt) is gone and len(world.steps) == 7
+    with pytest.raises(InvalidSequenceError, match="already"):
+        world.steps.add(late)
+    order = [token.sequence.request_id for _ in range(12) for token in world.step()]
+    assert order == ["a0", "b", "a1", "a2", "a3", "a4", "a5"] and not len(world.steps)
+
+
+def test_what_vllm_does_not_take_once_it_has_room_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fake_world()
+    world.add("r", prompt_of(60), GREEDY, world.table(90), hands_over=True)
+    refused = world.add("s", prompt_of(20, 1), GREEDY, world.table(60))
+
+    def refuse(*_: object) -> str:
+        raise ValueError("too long")
+
+    monkeypatch.setattr(FakeVllm, "add_request", refuse)
+    answers = world.run()
+    assert list(answers) == ["r"] and not world.link.tracked
+    failed = [failure for result in world.results for failure in result.failed]
+    assert failed == [(refused, "vLLM does not take s.1: too long")]
