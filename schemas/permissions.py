@@ -2,8 +2,8 @@
 
 Everybody awaits replies below REPLIES, their role and their own name; observers below INBOX, as stock NATS tools do.
 Whom a question has reached may answer it there, once, and does so only where those await replies who may ask it
-(`replies_to`): it may say what they may not. So are people's surveys answered. Else everybody publishes to their own only, by which a client proves that
-its connection works.
+(`replies_to`): it may say what they may not. So are people's surveys answered. Else everybody publishes to their own
+only, by which a client proves that its connection works.
 """
 
 from dataclasses import dataclass

@@ -130,8 +130,8 @@ class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A user that was made for a member: its public key, and Unix times. What it was given until `revoked_s` is taken no
-    more; 0: it is not revoked."""
+    """A user that was made for a member: its public key, and Unix times. What it was given until `revoked_s` is not
+    taken any more; 0: it is not revoked."""
 
     public: str
     ends_s: int

@@ -106,7 +106,9 @@ async def test_who_leaves_is_locked_out_and_nobody_else(place: Place) -> None:
         await bus.close()
 
 
-async def test_a_key_from_before_the_clock_was_set_back_is_revoked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_from_before_the_clock_was_set_back_is_revoked(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The broker compares with the date of the key, which is an hour ahead."""
     with monkeypatch.context() as ahead:
         ahead.setattr(nats_jwt, "time", SimpleNamespace(time=lambda: time.time() + 3600))
