@@ -170,7 +170,11 @@ class PlaneReader:
         try:
             run.cancellation.watch(wire)
             accepted, frame_hash = run.open(wire, carrier, names, layout.fingerprint)
-            end = self._end(endpoint, accepted, target, run.extent, frame_hash)
+            try:
+                end = self._end(endpoint, accepted, target, run.extent, frame_hash)
+            except CarrierBrokenError:
+                wire.finish_sending()  # the ticket opens a stream over another carrier once this one has ended
+                raise
             try:
                 landed = run.take_frames(wire, end)
             finally:

@@ -133,6 +133,8 @@ class HolderStream:
             error = service.serve_frames()
         finally:
             self.is_opened = False
+            if error and not service.num_gone:
+                service.lease.give_back()
             service.lease.served(service.stats, error)
         return not error
 
@@ -160,10 +162,14 @@ class HolderStream:
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
         nonce = new_nonce()
         seal = seal_of(signed.key_of(opening), nonce)
-        lease = context.gate.open(ticket)
-        source, extent = self._in_range(wanted, lease.kv)
         frame_hash = FrameHash(self._digest_kind(wanted), seal.frame_key)
-        end = context.arena.holder_end(wanted, ticket.reader, source, extent, frame_hash)
+        lease = context.gate.open(ticket)
+        try:
+            source, extent = self._in_range(wanted, lease.kv)
+            end = context.arena.holder_end(wanted, ticket.reader, source, extent, frame_hash)
+        except BaseException:
+            lease.give_back()
+            raise
         proof = _Proof(seal, nonce, frame_hash.kind)
         return _Service(context, self._wire, wanted, lease, extent, end, proof)
 
@@ -252,6 +258,11 @@ class _Service:
         self._num_acked = 0
         self._unsent = b""
         """What goes out with the next frame, or before the next wait."""
+
+    @property
+    def num_gone(self) -> int:
+        """How many frames have left this memory."""
+        return self._num_acked if self._end.needs_ack else self.stats.num_frames
 
     def serve_frames(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
@@ -361,7 +372,7 @@ class _Service:
 
     def _commit(self) -> None:
         """Commit the frames that have left this memory, if the lease is good *now*."""
-        num_gone = self._num_acked if self._end.needs_ack else self.stats.num_frames
+        num_gone = self.num_gone
         if not self._uncommitted or self._uncommitted[0][0] > num_gone:
             return
         if not self.lease.still_valid():

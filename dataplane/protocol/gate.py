@@ -9,10 +9,11 @@ from dataplane.protocol.stream import TransferStats
 from schemas.ids import LeaseId
 
 LeaseRefusalReason = Literal[
-    "unknown", "expired", "holder", "incarnation", "epoch", "nonce", "reader", "tenant", "expires_at_ms"
+    "unknown", "expired", "opened", "holder", "incarnation", "epoch", "nonce", "reader", "tenant", "expires_at_ms"
 ]
-"""Beside `unknown` and `expired`: the field in which the ticket differs from the lease. `holder`, `incarnation`: it is
-another's, or of an earlier life. `epoch`, `nonce`: of an earlier grant. `reader`, `tenant`: of another one."""
+"""`opened`: a stream is or was under it. Beside these: the field in which the ticket differs from the lease. `holder`,
+`incarnation`: it is another's, or of an earlier life. `epoch`, `nonce`: of an earlier grant. `reader`, `tenant`: of
+another one."""
 
 
 class LeaseRefusedError(Exception):
@@ -51,6 +52,10 @@ class OpenLease(Protocol):
         May take as long as reading the blocks."""
         ...
 
+    def give_back(self) -> None:
+        """The reader has had nothing of it: its ticket may open another stream."""
+        ...
+
     def still_valid(self) -> bool:
         """Say whether the leased blocks are still what they were when the lease was opened."""
         ...
@@ -68,5 +73,5 @@ class LeaseGate(Protocol):
     """The holder's leases, as the plane's threads see them."""
 
     def open(self, ticket: Ticket) -> OpenLease:
-        """Return the lease that the ticket names, for one stream. Raises LeaseRefusedError. Any thread."""
+        """Return the lease that the ticket names, for its one stream. Raises LeaseRefusedError. Any thread."""
         ...

@@ -7,7 +7,9 @@ import base64
 import functools
 import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,11 +18,14 @@ import pytest
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import ArenaShape, BlockTables, KVLayout, block_ids, uniform_shape
 from dataplane.blocks.ticket import TicketSecrets
+from dataplane.carriers.carrier import CarrierBrokenError, ReaderEnd
+from dataplane.ends.choice import Choice
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
-from dataplane.protocol.stream import TransferStats
+from dataplane.protocol.stream import Accepted, TransferFailedError, TransferStats
 from dataplane.times import PlaneTimes
 from schemas.block import hash_blocks, join_hashes
+from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused
@@ -220,6 +225,56 @@ def test_consumed_twice(carrier: str, lender: Lender, target: Target) -> None:
     assert lender.holder.memory.num_cached == NUM_TOKENS // BLOCK
 
 
+def test_one_ticket_opens_one_stream(carrier: str, lender: Lender) -> None:
+    """Six at once: one is served, the others are told so, and so is who comes later, its connection broken or not."""
+    granted, ended = lender.lend(), queue.Queue[tuple[str, str]]()
+    together = threading.Barrier(6)
+
+    def read_once() -> None:
+        target = Target()
+        together.wait(DEADLINE_S)
+        try:
+            read(lender, target, carrier, granted)
+            assert np.array_equal(target.landed(NUM_TOKENS), random_kv(NUM_TOKENS, seed=1))
+            ended.put(("", ""))
+        except TransferFailedError as error:
+            ended.put((error.code, error.detail))
+        finally:
+            target.close()
+
+    threads = [threading.Thread(target=read_once) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert sorted(ended.get(timeout=DEADLINE_S) for _ in threads) == [("", "")] + [("lease", "opened")] * 5
+    late = Target()
+    assert refused(lender, late, carrier, granted) == ("lease", "opened")
+    late.close()
+
+
+@pytest.mark.parametrize("carrier", ["shm"])
+def test_a_stream_of_which_nothing_was_taken_leaves_its_ticket(
+    lender: Lender, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a carrier turns out to be broken the reader tries another one."""
+    granted, reader_end, tried = lender.lend(), target.reader._end, list[str]()
+
+    def broken_once(endpoint: Endpoint, accepted: Accepted, *rest: Any) -> ReaderEnd:
+        tried.append(accepted.carrier)
+        if len(tried) == 1:
+            raise CarrierBrokenError(accepted.carrier, "it broke")
+        return reader_end(endpoint, accepted, *rest)
+
+    monkeypatch.setattr(target.reader, "_end", broken_once)
+    monkeypatch.setattr(target.reader, "_choices", lambda *_: [Choice("shm", "first"), Choice("shm", "second")])
+    assert read(lender, target, "shm", granted).num_tokens == NUM_TOKENS and tried == ["shm", "shm"]
+    assert refused(lender, target, "shm", granted) == ("lease", "opened")
+    again = lender.lend()
+    assert refused(lender, target, "shm", again, num_tokens=NUM_TOKENS + 1)[0] == "range"
+    assert read(lender, target, "shm", again).num_tokens == NUM_TOKENS, "one that is refused does not take it"
+
+
 def test_stale_after_reuse(carrier: str, lender: Lender, target: Target) -> None:
     """The lease has ended and its blocks are another prompt's: the old ticket opens nothing, a new one the new KV."""
     old = lender.lend()
@@ -346,6 +401,7 @@ def test_bit_flipped_payload(carrier: str, lender: Lender, target: Target) -> No
     granted, rng = lender.lend(), random.Random(2)
     for _ in range(10):
         flip = BitFlip(rng.randrange(NUM_TOKENS * LAYOUT.num_layers * 2 * LAYOUT.token_bytes * 8))
+        lender.lease_of(granted).is_opened = False
         with tapped(flip):
             error = fails(lambda: read(lender, target, carrier, granted))
         assert flip.done and error.code == "digest"

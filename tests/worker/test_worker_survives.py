@@ -467,13 +467,18 @@ def test_a_stream_that_gets_on_keeps_its_lease(holder: KVHolder[BlockCache]) -> 
 
 
 def test_every_stream_is_told_of_even_after_its_lease(holder: KVHolder[BlockCache]) -> None:
-    """Two streams under one lease; the second outlives it. Another lease of the same id is none of theirs."""
+    """Two streams under one lease, as the first has given it back; the second outlives it. Another lease of the same id
+    is none of theirs."""
     told: list[tuple[Grant, str]] = []
     holder.on_started = lambda lease: told.append((lease, "started"))
     holder.on_served = lambda lease, _stats, error: told.append((lease, error))
     ticket = lease_of(holder)
     (lease,) = holder.leases
-    first, second = holder.open(ticket), holder.open(ticket)
+    first = holder.open(ticket)
+    with pytest.raises(LeaseRefusedError, match="opened"):
+        holder.open(ticket)
+    first.give_back()
+    second = holder.open(ticket)
     first.served(TransferStats(), "cut")
     holder.leases.end(lease.lease_id, LeaseEnd.CANCELLED)
     another = lease_of(holder)

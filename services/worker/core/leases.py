@@ -66,6 +66,8 @@ class Grant:
     """When the last of it could be read; 0: some of it is still being computed."""
     is_offered: bool = False
     """It is a hand-over's, and its terms have been sent to the reader."""
+    is_opened: bool = False
+    """Its ticket has opened a stream: it opens no other."""
     is_read: bool = False
     """A stream on it is under way."""
     has_moved: bool = False
@@ -211,8 +213,8 @@ class LeaseTable:
         return grant
 
     def lease_of(self, ticket: Ticket, incarnation: str, now_ms: int) -> Grant:
-        """Return the lease that a ticket is for, if it may be read under now from this incarnation of its holder.
-        Raises LeaseRefusedError."""
+        """Return the lease that a ticket is for, if it may be read under now from this incarnation of its holder: for
+        one stream, as no ticket opens a second one. Raises LeaseRefusedError."""
         grant = self._active.get(ticket.lease_id)
         if grant is None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
@@ -223,6 +225,9 @@ class LeaseTable:
         assert ticket == granted, "every field is compared"
         if not grant.is_valid(now_ms):
             raise LeaseRefusedError(ticket.lease_id, "expired")
+        if grant.is_opened:
+            raise LeaseRefusedError(ticket.lease_id, "opened")
+        grant.is_opened = True
         return grant
 
     def renew(self, grant: Grant, now_ms: int, lease_ms: int) -> None:

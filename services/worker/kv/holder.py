@@ -223,6 +223,10 @@ class StreamLease(Generic[MemoryT]):
             self.kv.tags = tags
         return b"".join(tags)
 
+    def give_back(self) -> None:
+        with self.holder.lock:
+            self.kv.is_opened = False
+
     def still_valid(self) -> bool:
         """Say whether the leased blocks are still what they were. If so, the stream has got on, and keeps its lease."""
         with self.holder.lock:
