@@ -96,6 +96,9 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A grammar is understood within this, once it is its turn."""
     write_grace_s: Wait = 5.0
     """How long after the deadline a client that reads slowly may still take what was written."""
+    unread_s: Wait = 60.0
+    """A client that does not take what is written for it has so long to catch up: within it what its connection keeps,
+    64 KiB and more. Then the connection is cut."""
     health_timeout_s: Wait = 2.0
     """How long a health check waits for the scheduler's answer; as long as a placement does."""
     first_output_s: Pace = 1.0

@@ -93,6 +93,13 @@ MAX_ERROR_CHARACTERS = 500
 
 # Answers.
 
+REPLY_PART_BYTES = 64 * 1024
+"""So much of a reply is given to its connection at once: what it keeps unsent of it is little more."""
+
+MAX_REPLIES_BYTES = MAX_BODIES_BYTES
+"""Replies that their clients have yet to take may be so long all together, those of one owner half of it; and one of
+any length."""
+
 MAX_CHOICES = 128
 """Answers of one HTTP request, which are prompts times `n`: each is a request of its own to the mesh."""
 

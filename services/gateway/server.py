@@ -74,6 +74,8 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse_busy = functools.partial(refuse_busy, connections.times.linger_s)
         self._all = connections
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        """Until its client takes what was written."""
         self._num_wire_bytes = self._num_body_bytes = 0
         """Of the message that is coming: all that was parsed, and what of it was body."""
         self._is_broken = False
@@ -88,6 +90,14 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._all.times.unread_s, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
 
     def drop(self) -> None:
         """Close the connection at once."""
@@ -198,6 +208,8 @@ class HttpConnection(HttpToolsProtocol):
         else:
             times = self._all.times
             self._wait(times.keep_alive_s + times.head_s)  # uvicorn's own timer ends with the first byte
+        elif self.transport.is_closing():
+            self._wait(self._all.times.unread_s)  # it is closed once its client has taken the rest
 
     def _wait(self, timeout_s: float) -> None:
         self._stop_waiting()
@@ -215,8 +227,14 @@ class HttpConnection(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _stop_watching(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def _forget(self) -> None:
         self._stop_waiting()
+        self._stop_watching()
         self._all.reading.pop(self, None)
         self._all.open.discard(self)
         if not self._all.open:

@@ -65,6 +65,7 @@ from services.gateway.api.tokenizing import (
     detokenize,
     tokenize,
 )
+from services.gateway.api.unsent import BoundedReply, Unsent
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
@@ -98,6 +99,7 @@ class Gateway:
     started_s: int
     stopping: bool = False
     bodies: Bodies = field(init=False)
+    unsent: Unsent = field(default_factory=Unsent)
     grammars: UnderstoodGrammars = field(init=False)
     located: Located = field(init=False)
 
@@ -161,8 +163,20 @@ class GatewayApp:
         self._routes = _routes(gateway.config.gateway.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _serving.set(self.gateway)
-        await self._routes(scope, receive, send)
+        gateway = self.gateway
+        _serving.set(gateway)
+        if scope["type"] != "http":
+            await self._routes(scope, receive, send)
+            return
+        request: HttpRequest = Request(scope)
+        with contextlib.suppress(InvalidRequestError):
+            owner = owner_of(request, tenant_of(gateway.config.gateway.tenants, request.headers))
+            send = BoundedReply(gateway.unsent, owner, send).send
+        # A generation has a deadline of its own, which is earlier.
+        limit_s = gateway.config.gateway.request_timeout_s + gateway.times.body_s + 2 * gateway.times.unread_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._routes(scope, receive, send)
 
 
 @functools.cache

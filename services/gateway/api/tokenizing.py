@@ -9,6 +9,7 @@ from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.messages import MessageBody
 from services.gateway.api.openai import ChatBody, check_vocabulary, decode_strictly
 from services.gateway.api.prepare import GatewayModel, check_model, encode_chat, encode_text
+from services.gateway.api.replies import CONTEXT_LENGTH_EXCEEDED, too_long
 
 
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +68,10 @@ def detokenize(model: GatewayModel, payload: bytes) -> DetokenizeReply:
     """Raises InvalidRequestError. Special tokens are shown."""
     body = decode_strictly(payload, DetokenizeBody)
     check_model(model, body.model or model.name)
+    if len(body.tokens) > model.context_length:
+        reason = f"{len(body.tokens)} tokens are more than that"
+        message = too_long(f"{model.context_length} tokens", reason)
+        raise InvalidRequestError(message, "tokens", CONTEXT_LENGTH_EXCEEDED)
     check_vocabulary(body.tokens, model.vocab_size, "tokens")
     return DetokenizeReply(prompt=model.codec.decode_shown(body.tokens))
 
