@@ -149,6 +149,10 @@ GRAMMARS_AT_ONCE = 2
 GRAMMAR_BYTES_A_BYTE = 2
 """A byte of what was asked for may take so many in a message to a worker."""
 
+MAX_LIVE_GRAMMAR_CHARACTERS = 8 * 1024 * 1024
+"""What a tenant's answers must be that are under way may be so long all together: each of them takes it to its
+workers."""
+
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_GRAMMAR_BYTES = 4 * 1024 * 1024
 """Grammars that were understood, and are not again: those asked for last."""

@@ -172,6 +172,11 @@ class Requests:
         """Return once no request is under way."""
         await self._idle.wait()
 
+    def num_grammar_characters(self, tenant: str) -> int:
+        """Return how much the answers of a tenant that are under way carry of what they must be."""
+        jobs = (live.job for live in self._live.values())
+        return sum(len(job.sampling.grammar) for job in jobs if job.key.tenant == tenant)
+
     # For the metrics (`observe.metrics.Observed`).
 
     @property

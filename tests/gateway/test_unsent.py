@@ -21,7 +21,9 @@ TEXT = "one two three " * 6_000
 
 
 @contextlib.asynccontextmanager
-async def deaf(rig: Rig, key: str, path: str, connection: str = "keep-alive", **body: Any) -> AsyncIterator[socket.socket]:
+async def deaf(
+    rig: Rig, key: str, path: str, connection: str = "keep-alive", **body: Any
+) -> AsyncIterator[socket.socket]:
     """A client that asks and does not read."""
     loop, peer, payload = asyncio.get_running_loop(), socket.socket(), json.dumps(body)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
@@ -76,6 +78,33 @@ async def test_unread_replies_are_bounded_by_tenant(open_rig: OpenRig, monkeypat
         async with asyncio.timeout(60):
             while (await tokenize(rig, "key-a"))[0] != 200:
                 pass  # until the gateway has seen that the client has gone
+
+
+async def test_what_answers_must_be_is_bounded_by_tenant(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer takes its grammar to its workers: what counts is prompts times `n` times its length."""
+    choices, many = ["x" * 1_000, "y" * 1_000], {"prompt": ["Q", "R"], "n": 4, "max_tokens": 2}
+    monkeypatch.setattr(limits, "MAX_LIVE_GRAMMAR_CHARACTERS", 20_000)
+    async with open_rig(gateway=TENANTS) as rig:
+
+        async def ask(key: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+            headers, body = {"authorization": f"Bearer {key}"}, {"model": rig.model.name, "guided_choice": choices}
+            answer = await rig.http.post("/v1/completions", headers=headers, json=body | fields)
+            return answer.status_code, answer.json()
+
+        rig.mesh.gate.clear()
+        first = asyncio.create_task(ask("key-a", **many))
+        await rig.mesh.until(lambda: len(rig.mesh.runs) == 8)
+        status, refused = await ask("key-a", **many)
+        assert (status, refused["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "guided_choice" in refused["error"]["message"] and "8 answers" in refused["error"]["message"]
+        other = asyncio.create_task(ask("key-b", **many))
+        await rig.mesh.until(lambda: len(rig.mesh.runs) == 16)
+        rig.mesh.gate.set()
+        assert [status for status, _ in await asyncio.gather(first, other)] == [200, 200]
+        assert (await ask("key-a", **many))[0] == 200, "there is room again"
+        status, refused = await ask("key-a", prompt=["Q"] * 8, n=4)
+        assert (status, refused["error"]["param"]) == (400, "guided_choice")
+        assert "32 answers" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize("connection", ["keep-alive", "close"])

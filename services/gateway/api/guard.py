@@ -28,11 +28,11 @@ SPLIT_HEADER = "x-kvmesh-split"
 
 
 class NotNowError(Exception):
-    """A request that may come again in a moment: `fail` says why it is refused."""
+    """A request that may come again in a moment: `fail` says why it is refused. 429: as others of its sender go on."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, status: int = 503) -> None:
         super().__init__(message)
-        self.fail = FailRequest(code, message, 503, limits.DEFAULT_RETRY_AFTER_MS)
+        self.fail = FailRequest(code, message, status, limits.DEFAULT_RETRY_AFTER_MS)
 
 
 class EarlyRefusal:

@@ -33,6 +33,7 @@ from services.gateway.api.answer import Answer, Call
 from services.gateway.api.bodies import ENCODINGS, Bodies, owner_of
 from services.gateway.api.capabilities import CapabilitiesReply, capabilities
 from services.gateway.api.choice import Choice
+from services.gateway.api.constraints import Constraint
 from services.gateway.api.docs import JSON, Described, describe
 from services.gateway.api.grammars import UnderstoodGrammars
 from services.gateway.api.guard import EarlyRefusal, NotNowError, asks_to_split, check_json, tenant_of
@@ -410,6 +411,7 @@ async def _call(
             constraint = msgspec.structs.replace(prepared.constraint, behind_space=end.drops_space)
             with _own_names(responses):
                 grammars += [await gateway.grammars.grammar_of(constraint, owner)] * options.n
+                _check_room(gateway.requests, tenant, constraint, sum(map(len, grammars)))
         jobs = [job.held_to(grammar) for job, grammar in zip(jobs, grammars, strict=True)]
     texts = TokenTexts(model.codec.token_bytes, model.codec.first_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())
@@ -427,6 +429,19 @@ async def _call(
         num_prompt_tokens=sum(map(len, prepared.prompts)),
         timeout_s=gateway.config.gateway.request_timeout_s,
     )
+
+
+def _check_room(requests: Requests, tenant: str, constraint: Constraint, num_characters: int) -> None:
+    """See that what a tenant's answers must be, all together, is not too much for the way to the workers, where each
+    takes its own. Raises InvalidRequestError and NotNowError."""
+    most, param = limits.MAX_LIVE_GRAMMAR_CHARACTERS, constraint.param
+    asked = f"`{param}` comes to {num_characters} characters in all answers"
+    if num_characters > most:
+        message = f"{asked}: at most {most} are taken, so ask for fewer answers at once"
+        raise InvalidRequestError(message, param, constraint.code)
+    if num_characters + requests.num_grammar_characters(tenant) > most:
+        message = f"{asked}, and those of your answers under way leave no room for that: they may have {most}"
+        raise NotNowError("rate_limit_exceeded", message, 429)
 
 
 def _own_names(responses: Responses | None) -> contextlib.AbstractContextManager[None]:
