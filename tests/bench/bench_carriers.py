@@ -87,6 +87,9 @@ class OpenGate:
     def open(self, ticket: Ticket) -> "OpenGate":
         return self
 
+    def give_back(self) -> None:
+        pass
+
     def content_tags(self) -> bytes:
         return b""
 

@@ -209,6 +209,9 @@ class WorkerLease:
     tags: bytes
     traceparent: str = ""
 
+    def give_back(self) -> None:
+        pass
+
     def content_tags(self) -> bytes:
         return self.tags
 

@@ -40,6 +40,9 @@ def attacks(num_frames: int, num_messages: int, num_repeated: int, health_s: flo
         "fields of 23 MB": partial(http.large_fields, health_s=health_s),
         "endless trailers, chunks and heads": partial(http.endless_parts, health_s=health_s),
         "grammars": partial(http.grammars, slower=http.SLOWER if health_s < math.inf else math.inf),
+        "a tenant's backlog": partial(http.backlog, num_streams=150, num_tokens=200),
+        "replies that nobody reads": partial(http.unread_replies, num_clients=60, health_s=health_s),
+        "one grammar for many answers": partial(http.many_answers_of_one_grammar, num_bodies=10, health_s=health_s),
         "1,024 open bodies": partial(http.open_bodies, health_s=health_s),
         "files of every kind in the store": ports.files_in_the_store,
         "another user of the machine": ports.another_user,
@@ -47,8 +50,11 @@ def attacks(num_frames: int, num_messages: int, num_repeated: int, health_s: flo
 
 
 TIMED = frozenset(
-    {"bodies of 20 MB", "fields of 23 MB", "endless trailers, chunks and heads", "grammars", "1,024 open bodies"}
-)
+    {
+        "bodies of 20 MB", "fields of 23 MB", "endless trailers, chunks and heads", "grammars", "a tenant's backlog",
+        "replies that nobody reads", "one grammar for many answers", "1,024 open bodies",
+    }
+)  # fmt: skip
 """What `/health` may take is said for a machine that does nothing else: no clients ask meanwhile, but those of these
 attacks themselves. `test_attack.py` has them with clients, and no limit of time."""
 

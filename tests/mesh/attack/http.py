@@ -10,7 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -320,4 +321,98 @@ async def grammars(target: Target, slower: float) -> Found:
     milliseconds = [1e3 * value for of in (alone, beside) for value in (statistics.median(of), max(of))]
     shown = "alone p50 {:.0f}, max {:.0f} ms; beside {:.0f}, {:.0f} ms".format(*milliseconds)
     found.note += f"; another tenant {shown}"
+    return found
+
+
+def _tenants(target: Target) -> tuple[dict[str, str], dict[str, str]]:
+    """The key of one who attacks, and of another one who asks meanwhile."""
+    first, second, *_ = [{"authorization": f"Bearer {key}"} for key in target.supervisor.tenants]
+    return first, second
+
+
+async def _beside(target: Target, found: Found, attack: Awaitable[object], key: dict[str, str]) -> list[float]:
+    """Return how long another tenant's small requests take while an attack goes on."""
+    attacking, taken = asyncio.ensure_future(attack), list[float]()
+    body = {"model": target.mesh.model, "prompt": "Q", "max_tokens": 4}
+    while not attacking.done() or not taken:
+        started = time.monotonic()
+        url = target.supervisor.urls[0] + GENERATE
+        answer = await target.mesh.http.post(url, json=body, headers=key, timeout=TIMEOUT_S)
+        taken.append(time.monotonic() - started)
+        if answer.status_code != 200:
+            found.got.append(f"{answer.status_code} for another tenant: {answer.text[:200]}")
+    await attacking
+    return taken
+
+
+async def backlog(target: Target, num_streams: int, num_tokens: int) -> Found:
+    """One tenant has far more answers under way than there is room for; another one's wait is not theirs."""
+    found, (key, other) = Found(), _tenants(target)
+    body = {"model": target.mesh.model, "prompt": "Q", "max_tokens": num_tokens, "ignore_eos": True}
+    codes, began = Counter[int](), time.monotonic()
+
+    async def ask(number: int) -> None:
+        url = target.supervisor.urls[0] + GENERATE
+        answer = await target.mesh.http.post(url, json=body | {"seed": number}, headers=key, timeout=10 * TIMEOUT_S)
+        codes[answer.status_code] += 1
+        found.num_tries += 1
+
+    taken = await _beside(target, found, asyncio.gather(*map(ask, range(num_streams))), other)
+    all_s = time.monotonic() - began
+    if max(taken) > all_s / 2:
+        found.got.append(f"another tenant waits {max(taken):.1f} s beside a backlog of {all_s:.1f} s")
+    found.note = f"a backlog of {all_s:.1f} s, {dict(codes)}; another tenant {max(taken):.2f} s at most"
+    return found
+
+
+async def unread_replies(target: Target, num_clients: int, health_s: float) -> Found:
+    """Ask for long replies, and read none."""
+    found, (key, other) = Found(), _tenants(target)
+    port = httpx.URL(target.supervisor.urls[0]).port
+    asked = (
+        ("/tokenize", {"prompt": "a b c d " * 30_000, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5] * 10**6}),
+    )
+
+    async def ask(number: int, closed: contextlib.AsyncExitStack) -> None:
+        path, fields = asked[number % 2]
+        body = json.dumps(fields).encode()
+        peer = closed.enter_context(socket.socket())
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        peer.setblocking(False)
+        loop = asyncio.get_running_loop()
+        said = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: {key['authorization']}\r\n"
+        said += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        await loop.sock_connect(peer, ("127.0.0.1", port))
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                await loop.sock_sendall(peer, said.encode() + body)
+                while not await loop.sock_recv(peer, 1):
+                    pass
+        found.num_tries += 1
+
+    async with watched(target, found, health_s), contextlib.AsyncExitStack() as closed:
+        taken = await _beside(target, found, asyncio.gather(*(ask(n, closed) for n in range(num_clients))), other)
+    found.note += f"; another tenant {max(taken):.2f} s at most"
+    return found
+
+
+async def many_answers_of_one_grammar(target: Target, num_bodies: int, health_s: float) -> Found:
+    """A long grammar for many answers at once: each takes it to its workers."""
+    found, (key, other) = Found(), _tenants(target)
+    choices = [f"{number:05d} {'x' * 20}" for number in range(1_000)]
+    body = {"model": target.mesh.model, "prompt": ["Q"] * 4, "n": 16, "max_tokens": 4, "guided_choice": choices}
+    codes = Counter[int]()
+
+    async def ask() -> None:
+        url = target.supervisor.urls[0] + GENERATE
+        answer = await target.mesh.http.post(url, json=body, headers=key, timeout=10 * TIMEOUT_S)
+        codes[answer.status_code] += 1
+        found.num_tries += 1
+        if answer.status_code not in (200, 429):
+            found.got.append(f"{answer.status_code}: {answer.text[:200]}")
+
+    async with watched(target, found, health_s):
+        taken = await _beside(target, found, asyncio.gather(*(ask() for _ in range(num_bodies))), other)
+    found.note += f"; {dict(codes)}; another tenant {max(taken):.2f} s at most"
     return found
