@@ -111,6 +111,26 @@ class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
     """The best of the others and their costs, in words."""
 
 
+class Reuse(enum.StrEnum):
+    """What a placement makes of the KV that others are said to have of a prompt. A worker may have some that nobody
+    said anything of, or no more."""
+
+    USED = "used"
+    """A worker that was chosen has some of it, or is to read some."""
+    COMPUTED_WHOLE = "computed_whole"
+    """There is nothing to look for: the prompt has no full block, or its own logarithms are wanted."""
+    NOT_ASKED = "not_asked"
+    """The policy does not look at who has what."""
+    WITHOUT_DIRECTORY = "without_directory"
+    """No directory has said in time who has what."""
+    NOTHING_HELD = "nothing_held"
+    """Nobody is said to have any."""
+    BELOW_THRESHOLD = "below_threshold"
+    """Nobody has as many tokens of it as are read rather than computed (`scheduler.pull_tokens_min`)."""
+    NOT_QUICKER = "not_quicker"
+    """Somebody has some of it, who is not to be read from now, or the policy expects to be as quick without."""
+
+
 class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     """Which workers should serve this? `block_hashes` are the prompt's, joined (`schemas.block`)."""
 
@@ -142,6 +162,8 @@ class Placement(RequestMessage, frozen=True, kw_only=True):
     spare_blocks: Number = 0
     """Where the decode worker seems to have no room: how many blocks another one has, for answers that it gives
     away."""
+    reuse: Reuse | None = None
+    """What comes of KV that others have of the prompt, so that a person can see why nothing was cached."""
 
 
 class Refused(RequestMessage, frozen=True, kw_only=True):

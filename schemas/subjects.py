@@ -279,7 +279,7 @@ REPLICATE = _event(
     "mesh.v1.kv.{to}.{source}.replicate", ReplicateBlocks, Permit(Role.HOLDER, "source"), ADDRESSED_HOLDER
 )
 COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF, HOLDERS)
-KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, HOLDERS))
+KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, _SERVICES)
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, TIME, PROGRESS, WORKER_STATUS, RUN,

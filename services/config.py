@@ -257,7 +257,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Without an `otlp_endpoint` spans go to files in `trace_dir`."""
+    """Spans go to files in `trace_dir`, to `otlp_endpoint`, or to both."""
 
     otlp_endpoint: str = ""
     trace_dir: str = ""

@@ -121,7 +121,9 @@ def up(
         bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
     ] = False,
     drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to leave at most.")] = 30.0,
-    otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; files if left out.")] = "",
+    otlp: Annotated[
+        str, typer.Option(help="OTLP/HTTP endpoint for traces; they go to files too.")
+    ] = "",
     sample_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of traces that is kept; what fails or is slow always is.")
     ] = 1.0,

@@ -26,7 +26,7 @@ class RecordedRequest:
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.root.error)
+        return has_failed(self.root)
 
     @property
     def is_rejected(self) -> bool:
@@ -38,6 +38,12 @@ class RecordedRequest:
     def slowness_ms(self) -> float:
         """The time to the first token, or to the end where there was none."""
         return self.total_ms if self.ttft_ms is None else self.ttft_ms
+
+
+def has_failed(root: SpanRecord) -> bool:
+    """Say whether a request has got an error for an answer. Its span is none where the client was wrong."""
+    status = root.attributes.get(Key.HTTP_STATUS, 0)
+    return bool(root.error) or (isinstance(status, int) and status >= 400)
 
 
 def recorded_requests(spans: list[SpanRecord]) -> list[RecordedRequest]:

@@ -16,6 +16,7 @@ from services.cli.recorded import (
     SpanRecord,
     choose,
     find_trace,
+    has_failed,
     is_root,
     load_spans,
     recorded_requests,
@@ -216,7 +217,7 @@ def _header(spans: list[SpanRecord], rows: list[_Row]) -> Text:
     if workers:
         header.append("  " + " → ".join(dict.fromkeys(workers)))
     outcome = _plain(attributes.get(Key.OUTCOME, "")) or "no outcome"
-    return header.append(f"  {outcome}", style="red" if first.error else "green")
+    return header.append(f"  {outcome}", style="red" if has_failed(first) else "green")
 
 
 def _label(row: _Row) -> str:
@@ -234,7 +235,8 @@ def _notes(row: _Row, known: Mapping[str, SpanRecord]) -> Text:
     notes = Text(" ".join(parts), style="dim")
     if outcome and not span.error:
         notes.append(f" {outcome}" if parts else outcome)
-    for extra, style in ((_plain(span.error), "red"), (_ORPHAN if row.is_orphan else "", "yellow")):
+    why = span.error or span.attributes.get(Key.REFUSAL, "")
+    for extra, style in ((_plain(why), "red"), (_ORPHAN if row.is_orphan else "", "yellow")):
         if extra:
             notes.append(" " * bool(notes.plain)).append(extra, style=style)
     return notes
@@ -253,6 +255,9 @@ _SHORT = {
     f"{Key.PLACE_TERM}.pulled_tokens": "{} read,",
     f"{Key.PLACE_TERM}.computed_tokens": "{} computed",
     Key.SOURCE: "from {}",
+    Key.NUM_HOLDERS: "{} holders,",
+    Key.LOCATE_MS: "directory {:.1f} ms:",
+    Key.REUSE: "{}",
     Key.EXPOSED_MS: "exposed {:.1f} ms",
 }
 """How attributes are written at the end of a row, in this order."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator
 
 import msgspec
@@ -41,9 +42,11 @@ from services.directory.events import (
     WorkerGone,
     WorkerHeard,
 )
+from services.keep import keep_traces
 from services.metric_names import DIRECTORY_BLOCKS, DIRECTORY_HOLDERS
 from services.metrics import Metrics
 from services.runtime import now_ms
+from services.telemetry import AttributeValue, Key, SpanName, Telemetry
 from services.times import DirectoryTimes
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ _PART_BYTES = limits.PAGE_PART_BLOCKS * BLOCK_HASH_BYTES
 async def run_directory(
     config: MeshConfig,
     connection: Bus,
+    telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
@@ -61,7 +65,7 @@ async def run_directory(
     """Serve until `stop` is set. Starts empty; the first word of each worker makes it read that one's inventory."""
     async with asyncio.TaskGroup() as tasks:
         bus = TypedBus(connection, "directory", metrics or Metrics())
-        directory = Directory(bus, tasks, config.times.directory)
+        directory = Directory(bus, tasks, telemetry, config.times.directory)
         await directory.begin_serving()
         if on_ready is not None:
             on_ready()
@@ -72,11 +76,12 @@ async def run_directory(
 class Directory:
     """The core on a bus."""
 
-    def __init__(self, bus: TypedBus, tasks: asyncio.TaskGroup, times: DirectoryTimes) -> None:
+    def __init__(self, bus: TypedBus, tasks: asyncio.TaskGroup, telemetry: Telemetry, times: DirectoryTimes) -> None:
         self.core = DirectoryCore(times)
         self._times = times
         self._bus = bus
         self._tasks = tasks
+        self._telemetry = telemetry
         self._reading = asyncio.Semaphore(limits.MAX_READING)
         self._running: dict[asyncio.Task[None], None] = {}
         self._num_losses = self._losses()
@@ -90,6 +95,7 @@ class Directory:
         await self._listen(subjects.LEFT, _worker_gone)
         await self._listen(subjects.STORED, _blocks_changed)
         await self._listen(subjects.EVICTED, _blocks_changed)
+        await keep_traces(self._bus, self._tasks, self._telemetry)
         await self._bus.serve(self._tasks, subjects.LOCATE, (), self._locate)
         await self._bus.serve(self._tasks, subjects.DIRECTORY_STATUS, (), self._describe)
         await self._bus.serve(self._tasks, subjects.HEAT, ("*",), self._answer_heat)
@@ -117,12 +123,23 @@ class Directory:
         await self._bus.listen(self._tasks, subject, ("*",), hear)
 
     async def _locate(self, received: Received[LocateBlocks]) -> BlocksLocated:
-        request = received.message
+        request, began_ns = received.message, time.monotonic_ns()
+        asked = _leading(request.block_hashes)
+        holders = self.core.locate(asked)
+        if received.traceparent:
+            attributes: dict[str, AttributeValue] = {
+                Key.REQUEST_ID: request.request_id,
+                Key.ATTEMPT: request.attempt,
+                Key.NUM_BLOCKS: len(asked) // BLOCK_HASH_BYTES,
+                Key.NUM_HOLDERS: len(holders),
+            }
+            span_ns = (began_ns, time.monotonic_ns())
+            self._telemetry.record(SpanName.LOCATE, received.traceparent, span_ns, attributes)
         return BlocksLocated(
             request_id=request.request_id,
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
-            holders=self.core.locate(_leading(request.block_hashes)),
+            holders=holders,
         )
 
     async def _describe(self, received: Received[DescribeDirectory]) -> DirectoryDescribed:

@@ -46,6 +46,11 @@ class Fleet:
                 was_ready = before is not None and before.state == "ready" and not lost
                 return [*lost, WorkerReady()] if message.state == "ready" and not was_ready else [*lost]
 
+    def role_of(self, worker_id: WorkerId) -> str:
+        """Return the role of a worker; empty: it has not said it."""
+        _, load = self._loads.get(worker_id, (0, None))
+        return load.worker.role if load is not None else ""
+
     def block_counts(self, now_ms: int) -> dict[WorkerId, BlockCounts]:
         """Return what the workers last said of their blocks. One that has said nothing for long is left out."""
         oldest_ms = now_ms - self._kept_ms

@@ -114,8 +114,8 @@ class Requests:
         self._idle.set()
         self._detector = FailureDetector(self.config.times.presence)
         self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway, self._live)
-        self._spans = ChoiceSpans(self.telemetry)
         self._fleet = Fleet(self._detector, self.config)
+        self.spans = ChoiceSpans(self.telemetry, self._fleet.role_of)
 
     async def listen(self) -> None:
         """Subscribe to all that a gateway hears, and serve all that it answers. Raises BusError."""
@@ -254,7 +254,7 @@ class Requests:
                     live.mailbox.put(live.choice, action)
                 case _:
                     self._send(live, action)
-        self._spans.saw(live, event, actions)
+        self.spans.saw(live, event, actions)
         self._stories.saw(live, actions)
 
     def _send(self, live: LiveRequest, action: AskPlacement | SendRun | SendReserve | AskWorker | SendCancel) -> None:
@@ -300,7 +300,8 @@ class Requests:
         request = place_request(job, action, prompt)
         event: PlaceEvent
         try:
-            reply = await self._ask(live, subjects.PLACE, (), request, self.config.times.gateway.place_timeout_s)
+            within_s = self.config.times.gateway.place_timeout_s
+            reply = await self._ask(live, subjects.PLACE, (), request, within_s, live.times.place_trace)
         except MessageTooLargeError as error:
             event = PlaceRefused(action.attempt, RefusalReason.TOO_LONG, error.reason, 0)
         except BusError as error:
@@ -380,12 +381,14 @@ class Requests:
         ids: tuple[str, ...],
         message: CarriesT,
         timeout_s: float,
+        trace: str = "",
     ) -> ReplyT:
-        """Ask on behalf of a request, for no longer than it has. Raises BusError."""
+        """Ask on behalf of a request, for no longer than it has. `trace`: the span that the question is; empty: what
+        follows from it lies under the request's. Raises BusError."""
         job = live.job
         left_s = (job.deadline_ms - now_ms()) / 1000
         try:
-            reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), job.trace)
+            reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), trace or job.trace)
         except NoRespondersError:
             self._detector.heard(now_ms())
             raise

@@ -147,7 +147,7 @@ async def _serve(
 ) -> bool | None:
     """Run a service to its end. Returns what `Start` does."""
     watching = [asyncio.create_task(watch_parent(stop), name="watch parent")] if supervised else []
-    telemetry = open_telemetry(name, config)
+    telemetry = open_telemetry(role, name, config)
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     if role != "scheduler":  # who tells the others the time asks other schedulers only
@@ -254,11 +254,11 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
         case "scheduler":
             from services.scheduler.service import run_scheduler
 
-            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics), None
+            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, telemetry, stop, ready, metrics), None
         case "directory":
             from services.directory.service import run_directory
 
-            return lambda bus, telemetry, stop, ready: run_directory(config, bus, stop, ready, metrics), None
+            return lambda bus, telemetry, stop, ready: run_directory(config, bus, telemetry, stop, ready, metrics), None
         case "store":
             from services.store.load import load_store
             from services.store.service import run_store

@@ -162,8 +162,10 @@ class SchedulerCore:
             actions.append(ProveBus())
         return actions
 
-    def place(self, request: PlaceRequest, now_ms: int, holders: tuple[HolderPrefix, ...] = ()) -> Placement | Refused:
-        """Choose the workers of one attempt (`placement.place`)."""
+    def place(
+        self, request: PlaceRequest, now_ms: int, holders: tuple[HolderPrefix, ...] | None = ()
+    ) -> Placement | Refused:
+        """Choose the workers of one attempt (`placement.place`). `holders` None: nobody has said who they are."""
         return self._placer.place(Case(request, now_ms, self._fleet, self._suspects(now_ms), holders))
 
     def leave(self, message: LeaveMesh, now_ms: int) -> LeaveAnswered:

@@ -12,8 +12,8 @@ from services.telemetry import MeshClock
 class ElderClock:
     """What schedulers agree on, so that all of the mesh has one clock whoever of them it asks."""
 
-    def __init__(self) -> None:
-        self.clock = MeshClock()
+    def __init__(self, clock: MeshClock) -> None:
+        self.clock = clock
         self._token = secrets.token_hex(8)
         self._began_ns = time.monotonic_ns()
         self._elder_ns: int | None = None

@@ -19,7 +19,7 @@ class SchedulerMetrics:
         self._core = core
         metrics.on_sample(self._sample)
 
-    def placed(self, reply: Message, traceparent: str) -> None:
+    def placed(self, reply: Placement | Refused, traceparent: str) -> None:
         """A request was placed, or refused."""
         self._metrics.inc(names.DECISIONS, kind_of(reply), trace=traceparent)
         if isinstance(reply, Refused):

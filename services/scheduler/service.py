@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from services.bus.typed import Received, TypedBus
 from services.clocks import keep_time
 from services.config import MeshConfig
 from services.errors import BrokerUnreachableError
+from services.keep import keep_traces
 from services.metrics import Metrics
 from services.presence import BusConnected
 from services.runtime import now_ms
@@ -45,8 +47,9 @@ from services.scheduler.events import (
     SayLeft,
     SendPing,
 )
-from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.placement.hints import Hints
+from services.scheduler.metrics import SchedulerMetrics, kind_of
+from services.scheduler.placement.hints import NOT_ASKED, Asked, Hints
+from services.telemetry import AttributeValue, Key, SpanName, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ FLEET_SUBJECTS: tuple[Subject[Any, None], ...] = (
 async def run_scheduler(
     config: MeshConfig,
     connection: Bus,
+    telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
@@ -69,7 +73,7 @@ async def run_scheduler(
     bus = TypedBus(connection, "scheduler", metrics)
     await bus.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
-        scheduler = Scheduler(core, bus, tasks, SchedulerMetrics(metrics, core), config)
+        scheduler = Scheduler(core, bus, tasks, SchedulerMetrics(metrics, core), telemetry, config)
         await scheduler.listen()
         watches = lasting(scheduler.watch, "the watch over the workers")
         watching = tasks.create_task(watches, name="watch over the workers")
@@ -90,17 +94,19 @@ class Scheduler:
         bus: TypedBus,
         tasks: asyncio.TaskGroup,
         measured: SchedulerMetrics,
+        telemetry: Telemetry,
         config: MeshConfig,
     ) -> None:
         self._core = core
         self._bus = bus
         self._tasks = tasks
         self._measured = measured
+        self._telemetry = telemetry
         self._times = config.times
         self._ping_timeout_s = config.scheduler.suspect_after_ms / 1000
         self._proof_timeout_s = config.times.scheduler.proof_timeout_s
         self._hints = Hints(bus, config.times.scheduler.locate_timeout_s)
-        self._elder = ElderClock()
+        self._elder = ElderClock(telemetry.clock)
         self._running: dict[asyncio.Task[None], None] = {}
         self._sleeps_until_ms = 0
         self._wake = asyncio.Event()
@@ -112,6 +118,7 @@ class Scheduler:
         """Hear the fleet, and answer what is asked."""
         for subject in FLEET_SUBJECTS:
             await self._bus.listen(self._tasks, subject, ("*",), self._hear)
+        await keep_traces(self._bus, self._tasks, self._telemetry)
         await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
         await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
         await self._bus.serve(self._tasks, subjects.TIME, (), self._elder.answer_time)
@@ -155,8 +162,9 @@ class Scheduler:
             self._bus.drop("malformed")
 
     async def _place(self, received: Received[PlaceRequest]) -> Placement | Refused:
-        request, core = received.message, self._core
-        holders = await self._hints.holders(request) if core.asks_directory else ()
+        request, core, began_ns = received.message, self._core, time.monotonic_ns()
+        asked = await self._hints.ask(request, received.traceparent) if core.asks_directory else NOT_ASKED
+        holders = asked.holders
         reply = core.place(request, now_ms(), holders)
         if isinstance(reply, Refused) and reply.reason is RefusalReason.NO_WORKER and not self._learnt.is_set():
             await self._learnt.wait()
@@ -165,7 +173,26 @@ class Scheduler:
         if core.policy_failure:
             log.warning("least_loaded has placed %s: of the policy, %s", request.request_id, core.policy_failure)
             self._measured.fell_back()
+        self._record(reply, asked, began_ns, received.traceparent)
         return reply
+
+    def _record(self, reply: Placement | Refused, asked: Asked, began_ns: int, trace: str) -> None:
+        """Record the span of an answer. Who asks in no trace gets none."""
+        if not trace:
+            return
+        attributes: dict[str, AttributeValue] = {
+            Key.REQUEST_ID: reply.request_id,
+            Key.ATTEMPT: reply.attempt,
+            Key.OUTCOME: reply.reason if isinstance(reply, Refused) else kind_of(reply),
+        }
+        if asked.took_ms is not None:
+            attributes[Key.LOCATE_MS] = asked.took_ms
+        if asked.holders is not None:
+            attributes[Key.NUM_HOLDERS] = len(asked.holders)
+        if isinstance(reply, Placement):
+            attributes[Key.POLICY] = reply.policy
+            attributes[Key.REUSE] = reply.reuse or ""
+        self._telemetry.record(SpanName.SCHEDULE, trace, (began_ns, time.monotonic_ns()), attributes)
 
     async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:
         return self._core.describe_fleet(now_ms(), received.message.after, self._bus.connection.max_bytes)

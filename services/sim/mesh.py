@@ -212,8 +212,8 @@ class SimMesh:
 
     async def _supervised(self, service: Service, host: str) -> None:
         """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""
-        exporter = ListExporter(self.spans) if self.spans is not None else None
-        telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
+        exporters = [ListExporter(self.spans)] if self.spans is not None else []
+        telemetry = Telemetry(service.name, exporters, self.config.telemetry, at_once=True)
         if service.role != "scheduler":  # as `serve` does
             keeps_time = keep_time(service.bus, telemetry.clock, Metrics(), self.config.times.telemetry)
             clock = self.loop.spawn(service.process, keeps_time, "keep the time")
@@ -234,9 +234,9 @@ class SimMesh:
         credentials = holder_credentials(self.config)
         match service.role:
             case "scheduler":
-                await run_scheduler(self.config, service.bus, service.stop)
+                await run_scheduler(self.config, service.bus, telemetry, service.stop)
             case "directory":
-                await run_directory(self.config, service.bus, service.stop)
+                await run_directory(self.config, service.bus, telemetry, service.stop)
             case "gateway":
                 gateway_id = GatewayId(service.member)
                 await run_sim_gateway(

@@ -10,7 +10,7 @@ traces that are not sampled wait in a ring, in case the trace is asked for later
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from services.telemetry.clock import MeshClock
 from services.telemetry.context import parse_traceparent
 from services.telemetry.export import FileExporter
 from services.telemetry.limits import MAX_BATCH, MAX_UNSENT
-from services.telemetry.names import Key, SpanName
 from services.telemetry.record import PEER, Attributes, AttributeValue, traceparent_of
 from services.telemetry.ring import Ring
 from services.times import TelemetryTimes
@@ -64,19 +63,21 @@ class OpenSpan:
 
 
 class Telemetry:
-    """One service's spans, named by their traceparents. `exporter` None: spans have ids, so that contexts travel, and
-    are not kept.
+    """One service's spans, named by their traceparents. Each of `exporters` has a thread of its own. Without any, spans
+    have ids, so that contexts travel, and are not kept.
 
-    `at_once`: each span is exported as it ends, on the caller's thread. Not thread-safe, except `child_of`.
+    `service` is the instance, as decode-0; to a back end all of one `role` are one service (left out: it is one of its
+    own). `at_once`: each span is exported as it ends, on the caller's thread. Not thread-safe, except `child_of`.
     """
 
     def __init__(
         self,
         service: str,
-        exporter: SpanExporter | None,
+        exporters: Sequence[SpanExporter] = (),
         config: TelemetryConfig | None = None,
         times: TelemetryTimes | None = None,
         *,
+        role: str = "",
         at_once: bool = False,
     ) -> None:
         self.service = service
@@ -86,16 +87,16 @@ class Telemetry:
         self._ids = RandomIdGenerator()
         self._sampler = TraceIdRatioBased(self.config.sample_ratio)
         self._ring = Ring()
-        self._exporter = exporter
-        self._processor: SimpleSpanProcessor | BatchSpanProcessor | None = None
-        if exporter is not None:
-            self._resource = _resource(service)
-            interval_ms = self._times.export_interval_s * 1000
-            self._processor = (
-                SimpleSpanProcessor(exporter)
-                if at_once
-                else BatchSpanProcessor(exporter, MAX_UNSENT, interval_ms, MAX_BATCH)
-            )
+        self._exporters = exporters
+        if exporters:
+            self._resource = _resource(role or service, service)
+        interval_ms = self._times.export_interval_s * 1000
+        self._processors = [
+            SimpleSpanProcessor(exporter)
+            if at_once
+            else BatchSpanProcessor(exporter, MAX_UNSENT, interval_ms, MAX_BATCH)
+            for exporter in exporters
+        ]
 
     def begin_span(
         self,
@@ -126,16 +127,18 @@ class Telemetry:
         own: str = "",
         links: Iterable[str] = (),
         server: bool = False,
+        peer: str = "",
     ) -> str:
         """Record a span that has ended. `times_ns`: its start and end by `time.monotonic_ns`. Return its traceparent.
 
         `own`: what `child_of` or `begin_span` has given it. `links`: traceparents. Without a parent it begins a trace.
+        `peer`: the role of the service that was asked; empty: none was, or it is not known. Of such spans back ends
+        draw their graph of services: their kind is client, and they name that service (`peer.service`).
         """
         above = parse_traceparent(parent)
         context = parse_traceparent(own) or self._below(above)
-        if self._processor is None:
+        if not self._processors:
             return own or traceparent_of(context)
-        peer = peer_of(name, attributes)
         span = ReadableSpan(
             name=name,
             context=SpanContext(context.trace_id, context.span_id, is_remote=False, trace_flags=_SAMPLED),
@@ -150,7 +153,7 @@ class Telemetry:
             instrumentation_scope=_SCOPE,
         )
         if context.trace_flags.sampled or self._ring.is_kept(context.trace_id):
-            self._processor.on_end(span)
+            self._export(span)
         else:
             self._ring.append(span)
         return own or traceparent_of(context)
@@ -165,20 +168,29 @@ class Telemetry:
     def keep_trace(self, trace_id: str) -> None:
         """Export what there is of a trace that was not sampled, and for a while its later spans."""
         number = int(trace_id, 16)
-        if self._processor is not None and not self._ring.is_kept(number):
+        if self._processors and not self._ring.is_kept(number):
             for span in self._ring.keep_trace(number):
-                self._processor.on_end(span)
+                self._export(span)
 
     def close(self) -> None:
-        """Export what is pending, as far as this takes no longer than `close_s`, and close the exporter."""
-        if self._processor is None or self._exporter is None:
+        """Export what is pending, as far as this takes no longer than `close_s`, and close the exporters."""
+        if not self._processors:
             return
-        ending = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
+        ending = threading.Thread(target=self._shut_down, name="last spans", daemon=True)
         ending.start()
         ending.join(self._times.close_s)
         if ending.is_alive():
             log.warning("the last spans are lost: nobody has taken them within %.0f s", self._times.close_s)
-            self._exporter.shutdown()
+            for exporter in self._exporters:
+                exporter.shutdown()
+
+    def _shut_down(self) -> None:
+        for processor in self._processors:
+            processor.shutdown()
+
+    def _export(self, span: ReadableSpan) -> None:
+        for processor in self._processors:
+            processor.on_end(span)
 
     def _below(self, above: SpanContext | None) -> SpanContext:
         """Return the ids of a new span."""
@@ -189,38 +201,25 @@ class Telemetry:
         return SpanContext(trace_id, self._ids.generate_span_id(), False, TraceFlags(is_sampled))
 
 
-def peer_of(name: str, attributes: Attributes) -> str:
-    """Return the service that a span's service asked; empty where it asked none. Of such a span back ends draw their
-    graph of services: its kind is client, and it names that service (`peer.service`)."""
-    match name:
-        case SpanName.PLACE:
-            return "scheduler"
-        case SpanName.DISPATCH:
-            return str(attributes.get(Key.WORKER, ""))
-        case SpanName.KV_TRANSFER if attributes.get(Key.END) == "target":
-            return str(attributes.get(Key.SOURCE, ""))
-        case _:
-            return ""
-
-
-def open_telemetry(service: str, mesh: MeshConfig) -> Telemetry:
-    """Return the service's telemetry: to OTLP where an endpoint is configured, else to a file where a folder is, else
-    nowhere."""
+def open_telemetry(role: str, service: str, mesh: MeshConfig) -> Telemetry:
+    """Return the telemetry of a service of this role: to a file where a folder is configured, to OTLP where an endpoint
+    is, to both, or nowhere."""
     config, times = mesh.telemetry, mesh.times.telemetry
+    exporters: list[SpanExporter] = []
+    if config.trace_dir:
+        exporters.append(FileExporter(Path(config.trace_dir), service, config.trace_mib << 20))
     if (target := otlp_target(config)) is not None:
         from services.telemetry.otlp import OtlpExporter  # noqa: PLC0415  (slow import)
 
-        return Telemetry(service, OtlpExporter(target), config, times)
-    if config.trace_dir:
-        return Telemetry(service, FileExporter(Path(config.trace_dir), service, config.trace_mib << 20), config, times)
-    return Telemetry(service, None, config, times)
+        exporters.append(OtlpExporter(target))
+    return Telemetry(service, exporters, config, times, role=role)
 
 
-def _resource(service: str) -> Resource:
+def _resource(role: str, service: str) -> Resource:
     """Return what describes the process: what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of it goes first."""
     said = OTELResourceDetector().detect().attributes
-    return Resource.create({"service.name": _service_name(service), **said, "service.instance.id": service})
+    return Resource.create({"service.name": _service_name(role), **said, "service.instance.id": service})
 
 
-def _service_name(service: str) -> str:
-    return f"kvmesh-{service}"
+def _service_name(role: str) -> str:
+    return f"kvmesh-{role}"

@@ -32,6 +32,7 @@ from services.directory import limits
 from services.directory.core import DirectoryCore
 from services.directory.events import BlocksChanged, WorkerGone
 from services.directory.service import Directory
+from services.telemetry import Telemetry
 from services.times import DirectoryTimes
 from services.worker.limits import INVENTORY_PAGE_BLOCKS
 
@@ -164,7 +165,7 @@ async def rebuild(world: World, prompt: bytes) -> tuple[DirectoryCore, dict[str,
     async with asyncio.TaskGroup() as tasks:
         await bus.serve(tasks, subjects.INVENTORY, ("*",), inventory)
         before = resident_bytes()
-        directory = Directory(TypedBus(MemoryBus(broker), "directory"), tasks, TIMES)
+        directory = Directory(TypedBus(MemoryBus(broker), "directory"), tasks, Telemetry("directory"), TIMES)
         await directory.begin_serving()
         started = time.process_time()
         speaking = tasks.create_task(speak(bus, world))

@@ -118,7 +118,7 @@ def hold(control: Connection, broker: str, store: bytes, layout: KVLayout) -> No
         config = config_of(msgspec.json.decode(store, type=StoreConfig))
         parts = make_parts(config, STORE, layout, CREDENTIALS, model="bench", context_length=1 << 20)
         bus = await NatsBus.connect(BusAccess(broker), STORE)
-        await run_store(config, parts, bus, Telemetry(STORE, None), stop, lambda: control.send("ready"))
+        await run_store(config, parts, bus, Telemetry(STORE), stop, lambda: control.send("ready"))
 
     asyncio.run(run())
 

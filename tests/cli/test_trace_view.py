@@ -82,7 +82,7 @@ def test_a_missing_folder_holds_no_spans(tmp_path: Path) -> None:
 
 
 def test_reads_what_the_exporter_writes(tmp_path: Path) -> None:
-    telemetry = Telemetry("decode-0", FileExporter(tmp_path, "decode-0"))
+    telemetry = Telemetry("decode-0", [FileExporter(tmp_path, "decode-0")])
     root = telemetry.begin_span("POST /v1/completions", attributes={Key.REQUEST_ID: "req-1"}, server=True)
     telemetry.record(SpanName.DECODE, root.traceparent, (5, 9), {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}, error="lost")
     root.end()

@@ -24,6 +24,7 @@ from services.directory.service import _worker_heard, run_directory
 from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
+from services.telemetry import Telemetry
 from services.times import Times
 from services.worker.kv.ledger import BlockLedger
 from tests.waiting import until
@@ -103,7 +104,7 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         worker = FakeWorker(connection)
         await worker.start(tasks)
         first = asyncio.Event()
-        tasks.create_task(run_directory(MeshConfig(), connection, first))
+        tasks.create_task(run_directory(MeshConfig(), connection, Telemetry("directory"), first))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await worker.store(list(range(8)))
@@ -118,7 +119,7 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         successor = FakeWorker(again)
         successor.ledger, successor.contents = worker.ledger, worker.contents
         await successor.start(tasks)
-        tasks.create_task(run_directory(MeshConfig(), again, stop))
+        tasks.create_task(run_directory(MeshConfig(), again, Telemetry("directory"), stop))
         await asyncio.sleep(0)
         await successor.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await successor.until_located(list(range(100, 112)), 3)
@@ -136,7 +137,7 @@ async def test_a_broker_of_small_messages_is_enough_while_much_changes() -> None
         held = list(range(280_000))
         worker.contents = hashes_of(held)
         room = msgspec.structs.replace(LOAD.worker, num_blocks=100_000)
-        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), msgspec.structs.replace(LOAD, worker=room))
         beginnings = [[number] * 4 for number in range(40)]
@@ -157,7 +158,7 @@ async def test_a_worker_is_told_the_heat_of_as_many_blocks_as_it_may_ask_about(m
     async with asyncio.TaskGroup() as tasks:
         worker = FakeWorker(connection)
         await worker.start(tasks)
-        tasks.create_task(run_directory(MeshConfig(), connection, stop))
+        tasks.create_task(run_directory(MeshConfig(), connection, Telemetry("directory"), stop))
         await asyncio.sleep(0)
         await worker.store(list(range(16)))
         await worker.until_located(list(range(8)), 2)
@@ -190,8 +191,10 @@ async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_plac
         connection = MemoryBus(broker)
         holder = FakeWorker(connection, WorkerId("decode-0"))
         await holder.start(tasks)
-        directory = tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), directory_stop))
-        tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
+        directory = tasks.create_task(
+            run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), directory_stop)
+        )
+        tasks.create_task(run_scheduler(config, MemoryBus(broker), Telemetry("scheduler"), stop))
         await asyncio.sleep(0)
         loads = (LOAD, load_of("decode-0", "decode"), load_of("decode-1", "decode"))
         for load in loads:
@@ -239,9 +242,9 @@ async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_lon
         hints = Hints(TypedBus(connection, "scheduler"), Times().scheduler.locate_timeout_s, clock=lambda: now_ms)
         quiet_ms = BACKOFF_MIN_MS
         for number in range(1, 8):
-            assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
+            assert (await hints.ask(question([1, 2, 3, 4]))).holders is None and num_heard == number
             now_ms += quiet_ms - 1
-            assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
+            assert (await hints.ask(question([1, 2, 3, 4]))).holders is None and num_heard == number
             now_ms += 1
             quiet_ms = min(2 * quiet_ms, BACKOFF_MAX_MS)
         await connection.close()
@@ -253,11 +256,11 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         worker = FakeWorker(MemoryBus(broker))
         await worker.start(tasks)
-        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stops[0]))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stops[0]))
         await asyncio.sleep(0)
         await worker.store(tokens)
         # A later one, which starts with nothing.
-        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stops[1]))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stops[1]))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         for _ in range(6):  # they take turns
@@ -291,7 +294,7 @@ async def test_it_says_of_whom_it_has_read_everything() -> None:
         await slow.store(list(range(8)), lost=True)
         for worker in (quick, slow):
             await worker.start(tasks)
-        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stop))
         await asyncio.sleep(0)
         for worker_id in (quick.worker_id, slow.worker_id):
             await bus.publish(subjects.LOAD, (worker_id,), load_of(worker_id, "prefill"))
@@ -315,7 +318,7 @@ async def test_an_inventory_that_never_comes_is_asked_for_again() -> None:
         ear = await deaf.subscribe(subjects.INVENTORY.of(WORKER))  # hears, and says nothing
         worker = FakeWorker(MemoryBus(broker))
         await worker.store(tokens, lost=True)
-        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         async for _ in ear:
@@ -335,7 +338,7 @@ async def test_what_was_lost_in_an_outage_is_read_from_the_inventory() -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         worker, connection = FakeWorker(MemoryBus(broker)), MemoryBus(broker)
         await worker.start(tasks)
-        tasks.create_task(run_directory(MeshConfig(), connection, stop))
+        tasks.create_task(run_directory(MeshConfig(), connection, Telemetry("directory"), stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         while worker.num_inventories == 0:
@@ -361,7 +364,7 @@ async def test_many_workers_are_read_few_at_a_time_in_parts_with_answers_in_betw
     num_now, num_at_once, located = 0, 0, 0
 
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stop))
         await asyncio.sleep(0)
 
         def serve(worker_id: WorkerId) -> Callable[[Received[ReadInventory]], Awaitable[Inventory]]:
@@ -404,7 +407,7 @@ async def test_an_event_of_too_many_blocks_is_dropped_and_a_question_of_too_many
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         worker = FakeWorker(connection)
         await worker.start(tasks)
-        tasks.create_task(run_directory(MeshConfig(), connection, stop))
+        tasks.create_task(run_directory(MeshConfig(), connection, Telemetry("directory"), stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         while worker.num_inventories == 0:

@@ -88,7 +88,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
         answer = [*served.codec.encode(TEXT), min(served.eos_token_ids)]
         broker, spans = MemoryBroker(max_bytes), list[SpanRecord]()
         mesh = FakeMesh(MemoryBus(broker), served.layout.fingerprint, lambda prompt: answer, **mesh_fields)
-        telemetry = Telemetry("gateway", ListExporter(spans))
+        telemetry = Telemetry("gateway", [ListExporter(spans)])
         sock = bind("127.0.0.1", 0)
         if send_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

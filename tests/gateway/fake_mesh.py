@@ -24,6 +24,7 @@ from schemas.request import (
     RequestTokens,
     ReservationAccepted,
     ReserveBlocks,
+    Reuse,
     RunPrefill,
     SourceTokens,
     TokensEmitted,
@@ -135,6 +136,7 @@ class FakeMesh:
             deadline_ms=request.deadline_ms,
             prefill_worker=WorkerId(free[0]),
             decode_worker=WorkerId(decoders[0]) if self.split else None,
+            reuse=Reuse.NOTHING_HELD,
         )
 
     async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:

@@ -25,9 +25,9 @@ def left(incarnation: str) -> WorkerLeft:
 def test_a_worker_that_leaves_is_lost_but_not_its_successor() -> None:
     fleet = Fleet(hearing_others(), CONFIG)
     assert fleet.apply(load("d1", incarnation="2"), NOW) == [READY]
-    assert fleet.apply(left("1"), NOW) == [] and fleet.block_counts(NOW)
+    assert fleet.apply(left("1"), NOW) == [] and fleet.block_counts(NOW) and fleet.role_of(D1) == "decode"
     assert fleet.apply(left("2"), NOW) == [WorkerLost(D1, "silent")]
-    assert fleet.block_counts(NOW) == {}
+    assert fleet.block_counts(NOW) == {} and not fleet.role_of(D1)
 
 
 def test_a_new_incarnation_has_lost_what_the_old_one_had_taken() -> None:

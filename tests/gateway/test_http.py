@@ -7,6 +7,7 @@ import msgspec
 import openai
 import pytest
 
+from schemas.request import RefusalReason
 from tests.engine.grammar_rig import Checkpoint
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
@@ -78,7 +79,11 @@ async def test_what_crosses_the_mesh(rig: Rig) -> None:
     assert answer.json()["choices"][0]["finish_reason"] == "length"
     root = answer.headers["traceparent"]
     assert root.split("-")[1] == trace
-    assert rig.mesh.run_traces == rig.mesh.place_traces == [root]
+    assert rig.mesh.run_traces == [root]
+    rig.telemetry.close()
+    (asked,) = (span for span in rig.spans if span.name == "place")
+    assert rig.mesh.place_traces == [f"00-{trace}-{asked.span_id}-01"], "the scheduler's part lies under the question"
+    assert asked.attributes["kvmesh.reuse"] == answer.json()["usage"]["kvmesh"]["reuse"] == "nothing_held"
 
 
 async def test_spans(rig: Rig) -> None:
@@ -93,6 +98,56 @@ async def test_spans(rig: Rig) -> None:
     assert attributes["kvmesh.outcome"] == "ok"
     assert attributes["kvmesh.prefill_worker"] == "p1"
     assert attributes["kvmesh.ttft_ms"] > 0
+    assert {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "url.path": "/v1/completions",
+        "url.scheme": "http",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvmesh",
+        "gen_ai.request.model": rig.model.name,
+    }.items() <= attributes.items()
+    assert "error.type" not in attributes and not root.error
+
+
+CHAT, HI = "/v1/chat/completions", {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("route", "refusal", "body", "status", "outcome", "operation"),
+    [
+        (CHAT, None, {}, 400, "invalid", "chat"),
+        ("/v1/responses", None, {"model": "nobody", "input": "Hi"}, 404, "invalid", "chat"),
+        (CHAT, RefusalReason.TOO_LONG, {"messages": [HI]}, 400, "context_length_exceeded", "chat"),
+        (CHAT, RefusalReason.OVERLOADED, {"messages": [HI]}, 429, "overloaded", "chat"),
+        ("/v1/completions", RefusalReason.INVALID, {"prompt": "Hi"}, 500, "invalid", "text_completion"),
+    ],
+)  # fmt: skip
+async def test_a_span_is_an_error_where_the_server_has_failed(
+    open_rig: OpenRig,
+    route: str,
+    refusal: RefusalReason | None,
+    body: dict[str, object],
+    status: int,
+    outcome: str,
+    operation: str,
+) -> None:
+    async with open_rig(refusal=refusal) as rig:
+        answer = await rig.http.post(route, json={"model": rig.model.name} | body)
+        rig.telemetry.close()
+    (root,) = (span for span in rig.spans if span.is_server)
+    attributes = root.attributes
+    assert answer.status_code == attributes["http.response.status_code"] == status
+    assert (attributes["http.route"], attributes["gen_ai.operation.name"]) == (route, operation)
+    assert attributes["kvmesh.outcome"] == outcome
+    message = answer.json()["error"]["message"]
+    if status < 500:
+        assert (root.error, attributes.get("error.type")) == ("", None)
+        assert str(attributes["kvmesh.refusal"]) in message
+        assert not any(span.error for span in rig.spans if span.name == "tokenize")
+    else:
+        assert (root.error, attributes["error.type"], attributes.get("kvmesh.refusal")) == (message, outcome, None)
 
 
 async def test_a_streamed_completion_with_usage(rig: Rig) -> None:

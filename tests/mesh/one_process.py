@@ -353,14 +353,15 @@ async def one_process_mesh(
         times=times,
     )
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
-        tasks.create_task(run_directory(config, MemoryBus(broker), stop))
+        tasks.create_task(run_scheduler(config, MemoryBus(broker), Telemetry("scheduler"), stop))
+        tasks.create_task(run_directory(config, MemoryBus(broker), Telemetry("directory"), stop))
         for parts in workers:
             steps, start_grammar = in_engine(parts)
             limits = replace(parts.limits, times=times)
             made = thread_of(steps_of(steps.engine, token_budget), start_grammar)
             parts = replace(parts, make_engine=made, limits=limits)
-            telemetry = Telemetry(parts.worker_id, exporter, at_once=exporter is not None)
+            exporters = [exporter] if exporter is not None else []
+            telemetry = Telemetry(parts.worker_id, exporters, at_once=bool(exporters))
             tasks.create_task(
                 run_worker(parts, config, MemoryBus(broker), telemetry, (stops or {}).get(parts.worker_id, stop))
             )

@@ -16,7 +16,7 @@ from services.config import MeshConfig
 from services.metrics import Metrics
 from services.scheduler.elder import ElderClock
 from services.scheduler.service import run_scheduler
-from services.telemetry import MeshClock
+from services.telemetry import MeshClock, Telemetry
 from services.times import TelemetryTimes
 
 pytestmark = pytest.mark.virtual_time
@@ -94,9 +94,9 @@ async def test_what_the_way_explains_is_no_difference() -> None:
 
 
 async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> None:
-    elder = ElderClock()
+    elder = ElderClock(MeshClock())
     await asyncio.sleep(5)
-    younger = ElderClock()
+    younger = ElderClock(MeshClock())
     elder.clock.follow_machine = lambda: None  # type: ignore[method-assign]
     elder.clock.ahead_ns += 40 * SECOND_NS
     told = await elder.answer_time(ASK)
@@ -108,7 +108,7 @@ async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> 
 
 
 async def test_of_two_that_began_together_one_follows() -> None:
-    both = [ElderClock(), ElderClock()]
+    both = [ElderClock(MeshClock()), ElderClock(MeshClock())]
     told = [await each.answer_time(ASK) for each in both]
     assert sorted((both[0].follows(told[1]), both[1].follows(told[0]))) == [False, True]
     assert not any(each.follows(said) for each, said in zip(both, told, strict=True)), "nobody follows itself"
@@ -131,7 +131,7 @@ async def test_a_service_goes_by_the_eldest_that_it_has_heard() -> None:
 async def test_a_scheduler_answers_services() -> None:
     broker, clock, stop = MemoryBroker(), MeshClock(), asyncio.Event()
     clock.ahead_ns += 9 * SECOND_NS
-    running = asyncio.create_task(run_scheduler(MeshConfig(), MemoryBus(broker), stop))
+    running = asyncio.create_task(run_scheduler(MeshConfig(), MemoryBus(broker), Telemetry("scheduler"), stop))
     async with keeping(broker, clock):
         await asyncio.sleep(1)
     stop.set()

@@ -1,6 +1,8 @@
 """Policy `cost`: what is held where, loads and rates in; workers, sources and split out."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from msgspec.structs import replace
 
 from schemas.directory import HolderPrefix, Tier
 from schemas.ids import RequestId, WorkerId
-from schemas.request import Placement, PlaceRequest, Refused
+from schemas.request import Placement, PlaceRequest, Refused, Reuse
 from schemas.worker import (
     BlockCounts,
     LeftReason,
@@ -360,6 +362,46 @@ def test_the_simple_policies_name_no_sources() -> None:
         assert not core.asks_directory
         placement = placed(core, ask(), holds("s0", 62))
         assert placement.sources == () and placement.terms is None
+
+
+HASHES = bytes(62 * 16)
+
+
+@pytest.mark.parametrize(
+    ("policy", "holders", "hashes", "expected"),
+    [
+        ("cost", [holds("p0", 62)], HASHES, Reuse.USED),
+        ("cost", [holds("s0", 62)], HASHES, Reuse.USED),
+        ("cost", [holds("d0", 3)], HASHES, Reuse.USED),
+        ("cost", [], b"", Reuse.COMPUTED_WHOLE),
+        ("cost", None, HASHES, Reuse.WITHOUT_DIRECTORY),
+        ("cost", [], HASHES, Reuse.NOTHING_HELD),
+        ("cost", [holds("s9", 62)], HASHES, Reuse.NOTHING_HELD),
+        ("cost", [holds("s0", 3)], HASHES, Reuse.BELOW_THRESHOLD),
+        ("cost", [holds("s0", 62, first_block=8)], HASHES, Reuse.BELOW_THRESHOLD),
+        ("cost", [holds("s1", 62)], HASHES, Reuse.NOT_QUICKER),
+        ("least_loaded", [holds("s0", 62)], HASHES, Reuse.NOT_ASKED),
+        ("least_loaded", None, HASHES, Reuse.NOT_ASKED),
+        ("tests.scheduler.policies:last", [holds("s0", 62)], HASHES, Reuse.NOT_QUICKER),
+        ("tests.scheduler.policies:last", [holds("s0", 1)], HASHES, Reuse.NOT_QUICKER),
+        ("tests.scheduler.policies:last", [holds("p0", 1)], HASHES, Reuse.USED),
+        ("tests.scheduler.policies:last", None, HASHES, Reuse.WITHOUT_DIRECTORY),
+    ],
+)
+def test_a_placement_says_what_it_makes_of_what_others_have(
+    policy: str, holders: list[HolderPrefix] | None, hashes: bytes, expected: Reuse
+) -> None:
+    reader = worker("p0", reads={"s0": (1_000, 1), "s1": (0.001, 2_000)})
+    core = mesh(reader, D0, S0, S1, policy=policy)
+    held = None if holders is None else tuple(holders)
+    placement = core.place(replace(ask(), block_hashes=hashes), 0, held)
+    assert isinstance(placement, Placement) and placement.reuse is expected
+
+
+def test_the_page_explains_every_reason() -> None:
+    page = (Path(__file__).parents[2] / "docs/tracing.md").read_text()
+    table = page.partition("| `reuse` | what it means |\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(Reuse)
 
 
 NAMES = ["p0", "p1", "p2", "d0", "d1", "a0", "s0", "s1"]

@@ -13,6 +13,7 @@ from services.bus.nats import NatsBus
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig
 from services.scheduler import core as scheduler_core
 from services.scheduler.service import run_scheduler
+from services.telemetry import Telemetry
 from services.trust.keys import BusAccess, MeshKeys
 from tests.scheduler.test_scheduler_service import Client, FakeWorker, keep_saying, pinged
 from tests.waiting import PATIENCE_S, until
@@ -25,7 +26,7 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
     stop, ready = asyncio.Event(), asyncio.Event()
     async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         buses = [await NatsBus.connect(BusAccess(server.url), name) for name in ("scheduler", "p0", "d0", "client")]
-        tasks.create_task(run_scheduler(MeshConfig(), buses[0], stop, ready.set))
+        tasks.create_task(run_scheduler(MeshConfig(), buses[0], Telemetry("scheduler"), stop, ready.set))
         await ready.wait()
         client = Client(buses[3])
         await client.start(tasks)
@@ -72,7 +73,9 @@ async def test_who_dies_is_known_dead_by_the_broker_s_word_on_its_connection(
 
     async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         stop, ready = asyncio.Event(), asyncio.Event()
-        tasks.create_task(run_scheduler(PATIENT, await connect(Role.SCHEDULER, "scheduler"), stop, ready.set))
+        tasks.create_task(
+            run_scheduler(PATIENT, await connect(Role.SCHEDULER, "scheduler"), Telemetry("scheduler"), stop, ready.set)
+        )
         await ready.wait()
         client = Client(await connect(Role.GATEWAY, "client"))
         await client.start(tasks)
@@ -112,7 +115,7 @@ async def test_a_broker_that_denies_its_word_on_connections_is_good_enough(
     async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         stop, ready = asyncio.Event(), asyncio.Event()
         bus = await connect(Role.SCHEDULER, "scheduler")
-        tasks.create_task(run_scheduler(MeshConfig(), bus, stop, ready.set))
+        tasks.create_task(run_scheduler(MeshConfig(), bus, Telemetry("scheduler"), stop, ready.set))
         await ready.wait()
         client = Client(await connect(Role.GATEWAY, "client"))
         await client.start(tasks)

@@ -23,6 +23,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
+from services.telemetry import Telemetry
 from tests.directory.test_directory_service import load_of, question
 from tests.waiting import PATIENCE_S, until
 
@@ -92,7 +93,7 @@ async def mesh(num_schedulers: int = 1) -> AsyncIterator[tuple[asyncio.TaskGroup
         stops = [asyncio.Event() for _ in range(num_schedulers)]
         for stop in stops:
             ready = asyncio.Event()
-            tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), stop, ready.set))
+            tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), Telemetry("scheduler"), stop, ready.set))
             await ready.wait()
         client = Client(MemoryBus(broker))
         await client.start(tasks)
@@ -166,14 +167,14 @@ async def test_one_of_two_schedulers_is_enough() -> None:
         client = Client(MemoryBus(broker))
         await client.start(tasks)
         workers = [FakeWorker(MemoryBus(broker), "p0", "prefill"), FakeWorker(MemoryBus(broker), "d0", "decode")]
-        first = tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), stops[0]))
+        first = tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), Telemetry("scheduler"), stops[0]))
         await asyncio.sleep(0)
         for worker in workers:
             await worker.start(tasks)
         saying = tasks.create_task(keep_saying(*workers))
         assert isinstance(await client.place(), Placement)
         # The second one starts with nothing, and knows the fleet from its loads.
-        tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), stops[1]))
+        tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), Telemetry("scheduler"), stops[1]))
         stops[0].set()
         await first
         while isinstance(await client.place(), Refused):
@@ -196,7 +197,7 @@ class StuckBus(MemoryBus):
 
 async def test_a_placement_waits_for_no_directory_that_hangs() -> None:
     hints = Hints(TypedBus(StuckBus(), "scheduler"), 0.05)
-    assert await asyncio.wait_for(hints.holders(ask_with_blocks()), PATIENCE_S) == ()
+    assert (await asyncio.wait_for(hints.ask(ask_with_blocks()), PATIENCE_S)).holders is None
     async with mesh() as (tasks, broker, client):
         hanging = TypedBus(MemoryBus(broker), "directory")
         asked = asyncio.Event()

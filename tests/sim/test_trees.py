@@ -59,8 +59,8 @@ def test_steps_are_linked_both_ways() -> None:
 def configured(patch: pytest.MonkeyPatch, config: TelemetryConfig) -> None:
     """Let every service of the simulations to come trace like this."""
 
-    def make(name: str, exporter: ListExporter | None, _: TelemetryConfig, *, at_once: bool) -> Telemetry:
-        return Telemetry(name, exporter, config, at_once=at_once)
+    def make(name: str, exporters: list[ListExporter], _: TelemetryConfig, *, at_once: bool) -> Telemetry:
+        return Telemetry(name, exporters, config, at_once=at_once)
 
     patch.setattr(mesh, "Telemetry", make)
 
@@ -76,7 +76,7 @@ def test_what_is_not_sampled_and_is_slow_has_its_whole_tree_but_for_the_steps(mo
     golden = (GOLDEN / "finished.txt").read_text()
     for role in ("prefill", "decode"):
         golden = golden.replace(f" -> {SpanName.ENGINE_STEP} ({role})", "")
-    assert draw(spans) == golden.replace("status_code prefill_worker", "status_code kept prefill_worker")
+    assert draw(spans) == golden.replace("http.route prefill_worker", "http.route kept prefill_worker")
     (root,) = (span for span in spans if span.is_server)
     assert root.attributes[Key.KEPT] == "slow first token"
 

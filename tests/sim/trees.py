@@ -22,12 +22,13 @@ from tests.promises import nothing_wrong
 
 GOLDEN = Path(__file__).with_name("golden")
 STORY = (
-    SpanName.TOKENIZE, SpanName.PLACE, SpanName.DISPATCH, SpanName.TWIN_WAIT, SpanName.PREFILL, SpanName.PREFILL_QUEUE,
-    SpanName.PREFILL_COMPUTE, SpanName.FIRST_TOKEN, SpanName.KV_TRANSFER, SpanName.KV_LEASE_WAIT,
-    SpanName.KV_FIRST_BYTE, SpanName.KV_STREAM, SpanName.KV_VERIFY, SpanName.DECODE, SpanName.DECODE_QUEUE,
-    SpanName.DECODE_FIRST_STEP, SpanName.DECODE_STREAM, SpanName.KV_RELEASE, SpanName.ENGINE_STEP,
+    SpanName.TOKENIZE, SpanName.PLACE, SpanName.SCHEDULE, SpanName.LOCATE, SpanName.DISPATCH, SpanName.TWIN_WAIT,
+    SpanName.PREFILL, SpanName.PREFILL_QUEUE, SpanName.PREFILL_COMPUTE, SpanName.FIRST_TOKEN, SpanName.KV_TRANSFER,
+    SpanName.KV_LEASE_WAIT, SpanName.KV_FIRST_BYTE, SpanName.KV_STREAM, SpanName.KV_VERIFY, SpanName.DECODE,
+    SpanName.DECODE_QUEUE, SpanName.DECODE_FIRST_STEP, SpanName.DECODE_STREAM, SpanName.KV_RELEASE,
+    SpanName.ENGINE_STEP,
 )  # fmt: skip
-SHOWN = (Key.ROLE, Key.END, Key.ATTEMPT, Key.OUTCOME)
+SHOWN = (Key.ROLE, Key.END, Key.ATTEMPT, Key.OUTCOME, Key.REUSE)
 FAMILIES = (f"{Key.TTFT_PART}.", f"{Key.PLACE_TERM}.")
 
 
@@ -97,12 +98,13 @@ def draw(spans: Sequence[SpanRecord], trace_id: str = "") -> str:
 def _lines(span: SpanRecord, spans: Sequence[SpanRecord], known: dict[tuple[str, str], SpanRecord]) -> list[str]:
     children = [s for s in spans if (s.trace_id, s.parent_id) == (span.trace_id, span.span_id)]
     blocks = sorted((_order(child), [f"  {line}" for line in _lines(child, spans, known)]) for child in children)
-    lines = [_line(span, known)]
+    lines, first = [_line(span, known)], 0
     for at, (_, block) in enumerate(blocks):
         if at and blocks[at - 1][1] == block:
-            if not lines[-1].endswith(" +"):
-                lines[-1] += " +"  # more of the same
+            if not lines[first].endswith(" +"):
+                lines[first] += " +"  # more of the same
         else:
+            first = len(lines)
             lines += block
     return lines
 

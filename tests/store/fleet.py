@@ -449,7 +449,7 @@ async def store(
     )  # fmt: skip
     stop, ready = asyncio.Event(), asyncio.Event()
     connection = MemoryBus(around.broker)
-    running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))
+    running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE), stop, ready.set))
     waiting = asyncio.create_task(ready.wait())
     await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -45,7 +45,7 @@ class Stuck(SpanExporter):
 
 def test_what_is_left_leaves_at_the_end() -> None:
     records: list[SpanRecord] = []
-    telemetry = Telemetry("s", ListExporter(records))
+    telemetry = Telemetry("s", [ListExporter(records)])
     for number in range(1, 2_000):
         record(telemetry, number)
     telemetry.close()
@@ -54,7 +54,7 @@ def test_what_is_left_leaves_at_the_end() -> None:
 
 def test_a_stuck_back_end_does_not_keep_a_service_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     stuck = Stuck()
-    telemetry = Telemetry("s", stuck, times=TelemetryTimes(close_s=0.1))
+    telemetry = Telemetry("s", [stuck], times=TelemetryTimes(close_s=0.1))
     for number in range(1, 2_000):
         record(telemetry, number)
     telemetry.close()
@@ -68,7 +68,7 @@ def test_spans_that_come_too_fast_are_lost_aloud(
     monkeypatch.setattr(spans_module, "MAX_UNSENT", 10)
     monkeypatch.setattr(spans_module, "MAX_BATCH", 10)
     stuck = Stuck()
-    telemetry = Telemetry("s", stuck, times=TelemetryTimes(close_s=0.1))
+    telemetry = Telemetry("s", [stuck], times=TelemetryTimes(close_s=0.1))
     for number in range(1, 100):
         record(telemetry, number)
     telemetry.close()

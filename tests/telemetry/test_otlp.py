@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from queue import SimpleQueue
 
 import grpc
@@ -19,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from services.cli.recorded import load_spans
 from services.config import MeshConfig, TelemetryConfig, apply_environment, otlp_target
 from services.errors import UserError
 from services.telemetry import Key, SpanName, Telemetry, open_telemetry
@@ -59,7 +61,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
     received: tuple[str, "SimpleQueue[ExportTraceServiceRequest]"],
 ) -> None:
     endpoint, requests = received
-    telemetry = open_telemetry("prefill-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
+    telemetry = open_telemetry("prefill", "prefill-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
     root = telemetry.begin_span("POST /v1/completions", server=True)
     telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
     root.end()
@@ -67,7 +69,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
     request = requests.get(timeout=30)
     (resource,) = request.resource_spans
     names = {a.key: a.value.string_value for a in resource.resource.attributes}
-    assert names["service.name"] == "kvmesh-prefill-0"
+    assert (names["service.name"], names["service.instance.id"]) == ("kvmesh-prefill", "prefill-0")
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     transfer, top = spans[SpanName.KV_TRANSFER], spans["POST /v1/completions"]
     assert transfer.parent_span_id == top.span_id and transfer.trace_id == top.trace_id
@@ -80,13 +82,10 @@ def test_spans_arrive_with_parent_times_and_attributes(
 
 def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]) -> None:
     endpoint, requests = received
-    telemetry = open_telemetry("decode-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
+    telemetry = open_telemetry("decode", "decode-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
     root = telemetry.begin_span("POST /v1/completions", server=True)
-    telemetry.record(SpanName.PLACE, root.traceparent, (1, 2), {})
-    telemetry.record(SpanName.DISPATCH, root.traceparent, (1, 2), {Key.WORKER: "prefill-1"})
-    ends = {"target": "prefill-0", "source": ""}
-    for end, source in ends.items():
-        telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1, 2), {Key.END: end, Key.SOURCE: source})
+    telemetry.record(SpanName.PLACE, root.traceparent, (1, 2), {}, peer="scheduler")
+    telemetry.record(SpanName.DISPATCH, root.traceparent, (1, 2), {Key.WORKER: "somebody new"})
     root.end()
     telemetry.close()
     (resource,) = requests.get(timeout=30).resource_spans
@@ -98,10 +97,22 @@ def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueu
     assert seen == {
         ("POST /v1/completions", Span.SPAN_KIND_SERVER, ""),
         (SpanName.PLACE, Span.SPAN_KIND_CLIENT, "kvmesh-scheduler"),
-        (SpanName.DISPATCH, Span.SPAN_KIND_CLIENT, "kvmesh-prefill-1"),
-        (SpanName.KV_TRANSFER, Span.SPAN_KIND_CLIENT, "kvmesh-prefill-0"),
-        (SpanName.KV_TRANSFER, Span.SPAN_KIND_INTERNAL, ""),
+        (SpanName.DISPATCH, Span.SPAN_KIND_INTERNAL, ""),
     }
+
+
+def test_spans_go_to_a_file_as_well(received: Received, tmp_path: Path) -> None:
+    """`kvmesh trace` reads it, whatever the back end does."""
+    endpoint, requests = received
+    for target in (endpoint, f"{endpoint}/nobody"):
+        config = TelemetryConfig(otlp_endpoint=target, trace_dir=str(tmp_path))
+        telemetry = open_telemetry("gateway", "gateway-0", MeshConfig(telemetry=config))
+        telemetry.begin_span("POST /v1/completions", server=True).end()
+        telemetry.close()
+    (resource,) = requests.get(timeout=30).resource_spans
+    sent = {span.span_id.hex() for scope in resource.scope_spans for span in scope.spans}
+    written = {span.span_id for span in load_spans(tmp_path)}
+    assert len(written) == 2 and sent < written
 
 
 def told(monkeypatch: pytest.MonkeyPatch, endpoint: str = "", **variables: str) -> MeshConfig:
@@ -114,7 +125,7 @@ def told(monkeypatch: pytest.MonkeyPatch, endpoint: str = "", **variables: str) 
 
 
 def send(config: MeshConfig) -> None:
-    telemetry = open_telemetry("prefill-0", config)
+    telemetry = open_telemetry("prefill", "prefill-0", config)
     telemetry.begin_span("POST /v1/completions", server=True).end()
     telemetry.close()
 
@@ -163,11 +174,11 @@ def test_headers_are_opentelemetry_s_own_variables(received: Received, monkeypat
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, {"service.name": "kvmesh-prefill-0"}),
+        ({}, {"service.name": "kvmesh-prefill"}),
         ({"OTEL_SERVICE_NAME": "chat"}, {"service.name": "chat"}),
         (
             {"OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=x,deployment.environment=lab"},
-            {"service.name": "kvmesh-prefill-0", "deployment.environment": "lab"},
+            {"service.name": "kvmesh-prefill", "deployment.environment": "lab"},
         ),
     ],
 )
@@ -205,7 +216,7 @@ def test_what_cannot_be_delivered_is_one_line_with_the_address(
     url = f"{received[0]}/elsewhere"
     target = otlp_target(told(monkeypatch, url).telemetry)
     assert target is not None
-    telemetry = Telemetry("prefill-0", OtlpExporter(target), at_once=True)
+    telemetry = Telemetry("prefill-0", [OtlpExporter(target)], at_once=True)
     for _ in range(3):
         telemetry.begin_span("POST /v1/completions", server=True).end()
     telemetry.close()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, SpanKind
 
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
@@ -34,7 +35,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
 from services.gateway.request.answer_usage import AnswerUsage, PromptSources
 from services.gateway.request.core import RequestCore
-from services.gateway.request.events import PlaceGranted, Submitted
+from services.gateway.request.events import PlaceGranted, Submitted, WorkerAccepted
 from services.gateway.request.job import BlockKey, Job, PackedPrompt
 from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
@@ -60,7 +61,7 @@ from services.worker.core.events import AttemptAsked
 from services.worker.core.leases import LeaseTable
 from services.worker.limits import MAX_LINKED_STEPS
 from services.worker.observe.spans import WorkerSpans, times_of
-from services.worker.observe.transfers import HolderSpans, described_by
+from services.worker.observe.transfers import HolderSpans, TransferSpan, described_by
 from tests.gateway.test_gateway_core import placement
 from tests.telemetry.test_metrics import OPENMETRICS
 from tests.worker import worker_cases as case
@@ -81,7 +82,7 @@ def attempt_of(traceparent: str) -> PrefillAttempt:
 
 def telemetry(ratio: float = 1.0, service: str = "worker-0") -> tuple[Telemetry, list[SpanRecord]]:
     spans: list[SpanRecord] = []
-    return Telemetry(service, ListExporter(spans), TelemetryConfig(sample_ratio=ratio), at_once=True), spans
+    return Telemetry(service, [ListExporter(spans)], TelemetryConfig(sample_ratio=ratio), at_once=True), spans
 
 
 class Nothing:
@@ -91,8 +92,13 @@ class Nothing:
     ages_s, overdue_s, block_counts = list[float], float, dict[WorkerId, BlockCounts]
 
 
+def role_of(worker_id: WorkerId) -> str:
+    return {"p1": "prefill", "d1": "decode"}.get(worker_id, "")
+
+
 def observer_of(made: Telemetry, metrics: Metrics, keep: Callable[[str, str], bool]) -> AnswerObserver:
-    return AnswerObserver(RequestId("req-1"), ROUTE, "", GatewayMetrics(metrics, "m", Nothing()), made, keep)
+    asked, told = {Key.URL_PATH: ROUTE, Key.URL_SCHEME: "http"}, GatewayMetrics(metrics, "m", Nothing())
+    return AnswerObserver(RequestId("req-1"), ROUTE, "", asked, told, ChoiceSpans(made, role_of), keep)
 
 
 def choice_of(trace: str) -> LiveRequest:
@@ -110,6 +116,7 @@ def served(num_retries: int = 0) -> AnswerUsage:
     return AnswerUsage(
         num_prompt_tokens=3, num_completion_tokens=2, num_choices=1, num_retries=num_retries, resumed_tokens=0,
         sources=sources, prefill=None, carrier="", prefill_worker=None, decode_worker=None, attempt=1 + num_retries,
+        reuse=None,
     )  # fmt: skip
 
 
@@ -183,7 +190,7 @@ def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace() -> None:
 
 
 def test_a_parent_is_written_before_its_children(tmp_path: Path) -> None:
-    made = Telemetry("prefill-0", FileExporter(tmp_path, "prefill-0"))
+    made = Telemetry("prefill-0", [FileExporter(tmp_path, "prefill-0")])
     spans = WorkerSpans(made, "prefill-0")
     attempt = attempt_of(f"00-{TRACE}-{SPAN}-01")
     attempt.outcome, attempt.end = "cancelled", AttemptEnd.CANCELLED
@@ -316,7 +323,7 @@ def test_the_parts_of_a_time_to_first_token_are_spans_and_metrics() -> None:
     made, spans = telemetry()
     metrics = Metrics()
     observer = observer_of(made, metrics, lambda trace_id, reason: False)
-    choice, seen = choice_of(observer.trace), ChoiceSpans(made)
+    choice, seen = choice_of(observer.trace), ChoiceSpans(made, role_of)
     for event in (Submitted(), PlaceGranted(1, placement(WorkerId("p1"), WorkerId("d1")))):
         seen.saw(choice, event, choice.core.handle(event, 0))
     at_ns = made.clock.date_ns(choice.times.placed_ns)
@@ -334,6 +341,26 @@ def test_the_parts_of_a_time_to_first_token_are_spans_and_metrics() -> None:
     assert {part: took_s * 1000 for part, took_s in sums.items()} == pytest.approx(parts)
     assert f'trace_id="{trace_id_of(observer.trace)}"' in text
     assert "kvmesh_gateway_itl_seconds_count 1.0" in text, "what is written at once has no gap"
+
+
+def test_whoever_asks_names_the_role_of_the_other() -> None:
+    """Of that a back end draws its graph. Whose role is not known yet is no node of it."""
+    exporter = InMemorySpanExporter()
+    made = Telemetry("gateway", [exporter], at_once=True)
+    choice, seen = choice_of(made.child_of("")), ChoiceSpans(made, role_of)
+    granted = PlaceGranted(1, placement(WorkerId("p1"), WorkerId("x9")))
+    accepted = [WorkerAccepted(1, WorkerId(worker_id), 0) for worker_id in ("p1", "x9")]
+    for event in (Submitted(), granted, *accepted):
+        seen.saw(choice, event, choice.core.handle(event, 0))
+    reads = TransferSpan(made, WorkerId("d1"), choice.job.trace, holder_role="store")
+    reads.finished({Key.SOURCE: "s1"}, ReadEnd.LANDED)
+    spans = [span for span in exporter.get_finished_spans() if span.name != SpanName.KV_LEASE_WAIT]
+    assert [(span.name, span.kind, (span.attributes or {}).get("peer.service")) for span in spans] == [
+        (SpanName.PLACE, SpanKind.CLIENT, "kvmesh-scheduler"),
+        (SpanName.DISPATCH, SpanKind.CLIENT, "kvmesh-prefill"),
+        (SpanName.DISPATCH, SpanKind.INTERNAL, None),
+        (SpanName.KV_TRANSFER, SpanKind.CLIENT, "kvmesh-store"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -366,8 +393,6 @@ def test_a_ratio_that_is_none_is_refused(bad: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_transfer_has_a_name_before_it_has_a_parent() -> None:
     """What belongs to nobody's trace begins one of its own, and its parts lie under it."""
-    from services.worker.observe.transfers import TransferSpan
-
     made, spans = telemetry()
     span = TransferSpan(made, WorkerId("store-0"), "")
     assert span.story == span.stats.traceparent
@@ -396,7 +421,7 @@ def test_the_reader_s_end_says_why_its_carrier_was_taken() -> None:
 )
 def test_a_lease_is_released_in_its_trace(end: LeaseEnd, detail: str, outcome: str, error: str) -> None:
     found: list[SpanRecord] = []
-    made = Telemetry("prefill-0", ListExporter(found), at_once=True)
+    made = Telemetry("prefill-0", [ListExporter(found)], at_once=True)
     spans, leases, at_ns = HolderSpans(made, "prefill-0"), LeaseTable(), made.clock.date_ns(5)
     for lease_id, traceparent in (("of nobody's trace", ""), ("traced", f"00-{TRACE}-{SPAN}-01")):
         lease = leases.grant(

@@ -11,9 +11,12 @@ import httpx
 import msgspec
 import pytest
 
+from schemas.request import Reuse
+from services.cli.trace import show_trace
 from services.launch.supervisor import UpOptions
 from services.sim.verdict.traces import MAX_RESIDUAL, ttft_residual
 from services.telemetry import Key, SpanName, SpanRecord
+from services.times import SchedulerTimes
 from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.sim.trees import GOLDEN, draw
 
@@ -96,6 +99,40 @@ def test_a_transfer_says_what_moved(mesh: Mesh) -> None:
     assert target.attributes[Key.SOURCE] == source.attributes[Key.WORKER] == "prefill-0"
     assert [link.split("-")[2] for link in target.links] == [source.span_id]
     assert [link.split("-")[2] for link in source.links] == [target.span_id]
+
+
+def test_where_the_directory_does_not_answer_the_answer_and_its_trace_say_so(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the time that was lost waiting for it is seen: the parts of the TTFT add up all the same."""
+    (directory,) = (child for child in mesh.supervisor.children if child.role == "directory")
+    assert reuse_of(ask(mesh)) is Reuse.NOTHING_HELD
+    os.kill(directory.process.pid, signal.SIGSTOP)
+    try:
+        answer = ask(mesh)
+    finally:
+        os.kill(directory.process.pid, signal.SIGCONT)
+    assert reuse_of(answer) is Reuse.WITHOUT_DIRECTORY
+    trace_id = trace_id_of(answer)
+
+    def named(name: str) -> list[SpanRecord]:
+        return [span for span in traces_in(mesh)[trace_id] if span.name == name]
+
+    wanted = {SpanName.LOCATE, SpanName.FIRST_TOKEN, SpanName.PREFILL_COMPUTE, "POST /v1/completions"}
+    mesh.wait_until(lambda: wanted <= {span.name for span in traces_in(mesh)[trace_id]}, "the spans of the request")
+    (place,), (schedule,), (locate,) = (named(n) for n in (SpanName.PLACE, SpanName.SCHEDULE, SpanName.LOCATE))
+    assert (schedule.parent_id, locate.parent_id) == (place.span_id, place.span_id)
+    assert (schedule.service, locate.service) == ("scheduler", "directory")
+    assert place.attributes[Key.REUSE] == schedule.attributes[Key.REUSE] == Reuse.WITHOUT_DIRECTORY
+    waited_ms = schedule.attributes[Key.LOCATE_MS]
+    assert isinstance(waited_ms, float) and waited_ms >= 1000 * SchedulerTimes().locate_timeout_s
+    assert ttft_residual(traces_in(mesh)[trace_id]) == pytest.approx(0, abs=MAX_RESIDUAL)
+    show_trace(mesh.supervisor.trace_dir, answer.json()["usage"]["kvmesh"]["request_id"])
+    assert "without_directory" in capsys.readouterr().out
+
+
+def reuse_of(answer: httpx.Response) -> Reuse:
+    return Reuse(answer.json()["usage"]["kvmesh"]["reuse"])
 
 
 PARENT = "b7ad6b7169203331"

@@ -68,7 +68,9 @@ async def world() -> AsyncGenerator[World]:
 
 async def test_what_an_incarnation_said_first_stands() -> None:
     async with world() as heard:
+        assert not heard.peers.role_of(HOLDER), "nobody asks who it is for that"
         await heard.joins(info("1"))
+        assert heard.peers.role_of(HOLDER) == info("1").role
         await heard.joins(info("1", ELSEWHERE))
         assert await heard.peers.endpoint(HOLDER, "1") == ENDPOINT
         await heard.joins(info("2", ELSEWHERE))

@@ -54,7 +54,7 @@ def reads_of(bus: TypedBus, outbox: Outbox, tasks: asyncio.TaskGroup) -> KVReads
     )
     reader = cast("PlaneReader", None)  # nothing is read here
     return KVReads(
-        settings, bus, outbox, reader, Peers(bus, times), CREDENTIALS, Telemetry(READER, None), tasks,
+        settings, bus, outbox, reader, Peers(bus, times), CREDENTIALS, Telemetry(READER), tasks,
         record=lambda _: None, contents=None, kept=KeptBlocks(1),
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ async def store_beside(client: Client, num_blocks: int = 256) -> AsyncGenerator[
     )
     stop, ready = asyncio.Event(), asyncio.Event()
     connection = MemoryBus(client.bus.connection._broker)  # pyright: ignore[reportPrivateUsage]
-    running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))
+    running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE), stop, ready.set))
     await ready.wait()
     try:
         yield

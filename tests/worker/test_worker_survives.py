@@ -348,7 +348,7 @@ async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytes
 
     monkeypatch.setattr(EngineThread, "_take", take)
     running = run_worker(
-        make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
+        make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0"), asyncio.Event()
     )
     with pytest.raises(ExceptionGroup) as caught:
         await running
@@ -373,7 +373,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
 
     monkeypatch.setattr(Worker, "begin_serving", start_stuck)
     running = run_worker(
-        make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
+        make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0"), asyncio.Event()
     )
     with pytest.raises(ExceptionGroup) as caught:
         await running

@@ -3,6 +3,7 @@
 import msgspec
 
 from schemas.ids import RequestId
+from schemas.request import Reuse
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.request.answer_usage import AnswerUsage, PromptSources
 from services.gateway.request.events import FailRequest
@@ -48,6 +49,8 @@ class MeshUsageReply(PromptSources, frozen=True, kw_only=True):
     num_retries: int
     resumed_tokens: int
     """What the client had before the last attempt that went on with it."""
+    reuse: Reuse | None
+    """Of the first prompt: why nothing was cached; None: the scheduler did not say."""
 
 
 class CountsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +103,7 @@ def usage_of(request_id: RequestId, served: AnswerUsage) -> UsageReply:
         decode_worker=served.decode_worker or served.prefill_worker or "",
         num_retries=served.num_retries,
         resumed_tokens=served.resumed_tokens,
+        reuse=served.reuse,
     )
     computing = served.prefill or sources
     is_split = mesh.decode_worker != mesh.prefill_worker

@@ -74,7 +74,7 @@ from services.gateway.request.job import Job, PackedPrompt
 from services.gateway.requests import Requests
 from services.metric_names import REQUESTS
 from services.runtime import now_ms
-from services.telemetry import Telemetry
+from services.telemetry import Key, Telemetry
 from services.times import GatewayTimes
 from services.trust.credentials import signer_of
 
@@ -94,7 +94,6 @@ class Gateway:
     config: MeshConfig
     model: GatewayModel
     requests: Requests
-    telemetry: Telemetry
     metrics: GatewayMetrics
     bus: TypedBus
     started_s: int
@@ -128,7 +127,6 @@ def make_gateway(
         config=config,
         model=model,
         requests=requests,
-        telemetry=telemetry,
         metrics=GatewayMetrics(bus.metrics, model.name, requests),
         bus=bus,
         started_s=int(time.time()),
@@ -372,8 +370,9 @@ def _observer(gateway: Gateway, request: HttpRequest, route: Route) -> AnswerObs
         RequestId(new_id("req")),
         route,
         request.headers.get("traceparent", ""),
+        {Key.URL_PATH: request.scope["path"], Key.URL_SCHEME: request.scope["scheme"]},
         gateway.metrics,
-        gateway.telemetry,
+        gateway.requests.spans,
         gateway.requests.keep_trace,
     )
 

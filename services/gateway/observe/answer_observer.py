@@ -33,8 +33,8 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.live import Dispatch, LiveRequest, RequestTimes
-from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled, trace_id_of
+from services.gateway.request.live import Dispatch, LiveRequest
+from services.telemetry import Attributes, AttributeValue, Key, SpanName, Telemetry, is_sampled, trace_id_of
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 """Routes as the semantic conventions call them."""
@@ -42,9 +42,11 @@ OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "cha
 
 @dataclass(slots=True)
 class ChoiceSpans:
-    """Records the spans of choices: it sees each step of their cores. What it needs of one stands in its `times`."""
+    """Records the spans of choices: it sees each step of their cores. What it needs of one stands in its `times`.
+    `role_of`: a worker's role; empty where it is not known."""
 
     telemetry: Telemetry
+    role_of: Callable[[WorkerId], str]
 
     def saw(self, live: LiveRequest, event: Event | None, actions: Sequence[Action]) -> None:
         """See one step: what has happened (None: time has passed), and what was decided on it."""
@@ -72,12 +74,14 @@ class ChoiceSpans:
                     if live.core.moved_by is not None and times.moved is None:
                         times.moved = live.core.moved_by, time.monotonic_ns()
                     if isinstance(action, AskPlacement):
-                        self._asks(times, action.attempt)
+                        self._asks(live, action.attempt)
                 case _:
                     pass
 
-    def _asks(self, times: RequestTimes, attempt: int) -> None:
+    def _asks(self, live: LiveRequest, attempt: int) -> None:
         """The attempt is to be placed, perhaps once more."""
+        times = live.times
+        times.place_trace = self.telemetry.child_of(live.job.trace)
         times.asked_again_ns = time.monotonic_ns() if times.attempt else times.submitted_ns
         if attempt != times.attempt:
             times.attempt, times.asked_ns = attempt, times.asked_again_ns
@@ -95,6 +99,8 @@ class ChoiceSpans:
                     f"{s.worker_id}: blocks {s.first_block} to {s.first_block + s.num_blocks}"
                     for s in placement.sources
                 )
+                if placement.reuse is not None:
+                    attributes[Key.REUSE] = placement.reuse
                 if placement.terms is not None:
                     terms: dict[str, AttributeValue] = msgspec.structs.asdict(placement.terms)
                     attributes |= {f"{Key.PLACE_TERM}.{name}": value for name, value in terms.items()}
@@ -103,7 +109,15 @@ class ChoiceSpans:
             case PlaceUnanswered():
                 error = event.detail
         span_ns = (live.times.asked_again_ns, now_ns)
-        self.telemetry.record(SpanName.PLACE, live.job.trace, span_ns, attributes, error=error)
+        self.telemetry.record(
+            SpanName.PLACE,
+            live.job.trace,
+            span_ns,
+            attributes,
+            error=error,
+            own=live.times.place_trace,
+            peer="scheduler",
+        )
 
     def _answered(
         self, live: LiveRequest, attempt: int, worker_id: WorkerId, accepted_ns: int = 0, error: str = ""
@@ -120,7 +134,8 @@ class ChoiceSpans:
             Key.ROLE: sent.role,
         }
         span_ns = (sent.sent_ns, min(max(accepted_ns, sent.sent_ns), now_ns) if accepted_ns else now_ns)
-        self.telemetry.record(SpanName.DISPATCH, live.job.trace, span_ns, attributes, error=error)
+        role = self.role_of(worker_id)
+        self.telemetry.record(SpanName.DISPATCH, live.job.trace, span_ns, attributes, error=error, peer=role)
 
     def _goes_on(self, live: LiveRequest) -> None:
         """Tokens are here: an answer that was given away has moved."""
@@ -162,8 +177,8 @@ class ChoiceSpans:
 class AnswerObserver:
     """Is told what happens to one HTTP request, from its body having been read to its end.
 
-    `parent`: the client's traceparent. `keep` has a trace exported that was not sampled (its id, and why), and says
-    whether it has.
+    `parent`: the client's traceparent. `asked`: what its span says of the request's own words. `keep` has a trace
+    exported that was not sampled (its id, and why), and says whether it has.
     """
 
     def __init__(
@@ -171,8 +186,9 @@ class AnswerObserver:
         request_id: RequestId,
         route: str,
         parent: str,
+        asked: Attributes,
         metrics: GatewayMetrics,
-        telemetry: Telemetry,
+        spans: ChoiceSpans,
         keep: Callable[[str, str], bool],
     ) -> None:
         self.request_id = request_id
@@ -180,13 +196,19 @@ class AnswerObserver:
         self._metrics = metrics.registry
         self._model = metrics.model
         self._gen_ai = (OPERATIONS[route], names.PROVIDER, metrics.model)
-        self._config = telemetry.config
-        self._spans = ChoiceSpans(telemetry)
+        self._config = spans.telemetry.config
+        self._spans = spans
         self._keep = keep
         self._last_written_s = 0.0
         self._ttft_s: float | None = None
-        named = {Key.REQUEST_ID: request_id}
-        self._root = telemetry.begin_span(f"POST {route}", parent, named, server=True)
+        telemetry, named = spans.telemetry, {Key.REQUEST_ID: request_id}
+        described = {
+            Key.HTTP_METHOD: "POST",
+            Key.HTTP_ROUTE: str(route),
+            Key.OPERATION: OPERATIONS[route],
+            Key.PROVIDER: names.PROVIDER,
+        }
+        self._root = telemetry.begin_span(f"POST {route}", parent, {**named, **described, **asked}, server=True)
         self._read_s = self._root.start_ns / 1e9
         self.trace = self._root.traceparent
         self._tokenize = telemetry.begin_span(SpanName.TOKENIZE, self.trace, named, start_ns=self._root.start_ns)
@@ -194,13 +216,13 @@ class AnswerObserver:
     def refused(self, status: int, outcome: str, message: str) -> None:
         """The request has ended before it was understood, or placed."""
         self._metrics.inc(names.REQUESTS, self._route, str(status), outcome)
-        self._tokenize.end(error=outcome)
-        self._root.end({Key.OUTCOME: outcome, Key.HTTP_STATUS: status}, message)
+        self._tokenize.end({Key.OUTCOME: outcome}, "" if _is_clients(status, outcome) else outcome)
+        self._end(status, outcome, message, {})
 
     def broke(self, error: BaseException) -> None:
         """The gateway itself has failed over the request; its error goes on to whoever reports it."""
         self._tokenize.end(error=type(error).__name__)
-        self._root.end({Key.OUTCOME: "failed", Key.HTTP_STATUS: 500}, type(error).__name__)
+        self._end(500, "failed", type(error).__name__, {})
 
     def submitted(self, num_prompt_tokens: int, submitted_ns: int) -> None:
         """The request was understood, and is being placed since then."""
@@ -232,10 +254,7 @@ class AnswerObserver:
             Key.PREFILL_WORKER: served.prefill_worker or "",
             Key.DECODE_WORKER: served.decode_worker or "",
             Key.ATTEMPT: served.attempt,
-            Key.OUTCOME: outcome,
         }
-        if status:
-            attributes[Key.HTTP_STATUS] = status
         if self._ttft_s is not None:
             attributes[Key.TTFT_MS] = self._ttft_s * 1000
         reasons = {
@@ -247,7 +266,19 @@ class AnswerObserver:
         why = next((reason for reason, applies in reasons.items() if applies), "")
         if why and not is_sampled(self.trace) and self._keep(trace_id_of(self.trace), why):
             attributes[Key.KEPT] = why
-        self._root.end(attributes, error)
+        self._end(status, outcome, error, attributes)
+
+    def _end(self, status: int, outcome: str, error: str, attributes: Attributes) -> None:
+        """Record the root span. By the semantic conventions a server's is an error where the server has failed, and not
+        for what the client has done (https://opentelemetry.io/docs/specs/semconv/http/http-spans)."""
+        ended: dict[str, AttributeValue] = {**attributes, Key.OUTCOME: outcome}
+        if status:
+            ended[Key.HTTP_STATUS] = status
+        if error and _is_clients(status, outcome):
+            ended[Key.REFUSAL], error = error, ""
+        elif error:
+            ended[Key.ERROR_TYPE] = outcome
+        self._root.end(ended, error)
 
     def _count(self, status: int, outcome: str, duration_s: float, served: AnswerUsage) -> None:
         metrics, labels, trace = self._metrics, self._gen_ai, self.trace
@@ -265,6 +296,11 @@ class AnswerObserver:
         metrics.inc(names.PROMPT_TOKENS, "transferred", by=sources.transferred_tokens)
         metrics.inc(names.PROMPT_TOKENS, "recomputed", by=sources.recomputed_tokens)
         metrics.inc(names.RETRIES, by=served.num_retries)
+
+
+def _is_clients(status: int, outcome: str) -> bool:
+    """Say whether what has gone wrong is the client's."""
+    return 400 <= status < 500 or outcome in ("client_gone", "slow_client")
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.ids import WorkerId
-from schemas.request import TransferReport
+from schemas.request import Reuse, TransferReport
 from services.gateway.request.core import RequestCore
 
 
@@ -25,7 +25,8 @@ class AnswerUsage(NamedTuple):
 
     Sources are those of each prompt's first choice, in the first attempt that gave tokens: `sources` of the worker that
     decoded (of the prefill worker, where an answer ended before the other could say anything), `prefill` of the prefill
-    worker of a split request. Workers and `attempt` are those of the last attempt of the last choice.
+    worker of a split request. Workers and `attempt` are those of the last attempt of the last choice. `reuse`: what was
+    made of KV that others had of the first prompt.
     """
 
     num_prompt_tokens: int
@@ -40,6 +41,7 @@ class AnswerUsage(NamedTuple):
     prefill_worker: WorkerId | None
     decode_worker: WorkerId | None
     attempt: int
+    reuse: Reuse | None
 
 
 def answer_usage(
@@ -61,6 +63,7 @@ def answer_usage(
         prefill_worker=last.prefill_worker,
         decode_worker=last.decode_worker,
         attempt=last.attempt,
+        reuse=cores[0].reuse,
     )
 
 

@@ -22,6 +22,7 @@ from schemas.request import (
     Placement,
     RefusalReason,
     RequestFailure,
+    Reuse,
     TransferReport,
 )
 from services.config import MeshConfig
@@ -96,6 +97,8 @@ class RequestCore:
         self.attempt = 0
         self.prefill_worker: WorkerId | None = None
         self.decode_worker: WorkerId | None = None
+        self.reuse: Reuse | None = None
+        """What the placement of the first attempt that gave tokens has made of KV that others had."""
         self.report: TransferReport | None = None
         """Where the prompt's KV came from on the worker that decoded, in the first attempt that gave tokens."""
         self.prefill_report: TransferReport | None = None
@@ -292,6 +295,8 @@ class RequestCore:
         prefill, answered = placement.prefill_worker, self.num_answered
         sources, replica = placement.sources, placement.replica
         self.prefill_worker = prefill
+        if not answered:
+            self.reuse = placement.reuse
         self.decode_worker = decode = placement.decode_worker if self.max_tokens - answered > 1 else None
         self._watch = Watch(self._config, self._detector, (prefill,) if decode is None else (prefill, decode), now_ms)
         self.wake_ms = 0

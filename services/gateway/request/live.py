@@ -29,6 +29,8 @@ class RequestTimes:
     """When the attempt under way was to be placed."""
     asked_again_ns: int = 0
     """When a scheduler was last asked for it."""
+    place_trace: str = ""
+    """What names the span of that question: those of the scheduler and the directory lie under it."""
     placed_ns: int = 0
     """When it was placed."""
     written_s: float = 0.0

@@ -14,7 +14,7 @@ import numpy as np
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId, is_tenant
-from schemas.request import KVSource, Placement, PlacementTerms, PlaceRequest, RefusalReason, Refused, refuse
+from schemas.request import KVSource, Placement, PlacementTerms, PlaceRequest, RefusalReason, Refused, Reuse, refuse
 from services.config import SchedulerConfig
 from services.scheduler.limits import (
     EQUAL_MS,
@@ -30,19 +30,20 @@ from services.scheduler.placement.fleet_view import Demand, FleetView, Group, ne
 from services.scheduler.placement.known_rates import Slots
 from services.scheduler.placement.known_worker import KnownWorker
 from services.scheduler.placement.making import Maker, Making
-from services.scheduler.placement.policy import NOBODY, Choice, Policy, PolicyError, Question, least_loaded
+from services.scheduler.placement.named import COST
+from services.scheduler.placement.policy import NOBODY, POLICIES, Choice, Policy, PolicyError, Question, least_loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One request to place, and the fleet at this moment. `holders`: who is said to hold which of the prompt's blocks;
-    a hint."""
+    a hint. None: nobody has said it."""
 
     request: PlaceRequest
     now_ms: int
     fleet: FleetView
     suspects: Collection[WorkerId]
-    holders: Sequence[HolderPrefix] = ()
+    holders: Sequence[HolderPrefix] | None = ()
 
     @property
     def demand(self) -> Demand:
@@ -62,6 +63,7 @@ class Placer:
 
     def __init__(self, settings: SchedulerConfig, policy: Policy) -> None:
         self._policy_name = settings.policy
+        self._pull_tokens_min = settings.pull_tokens_min
         self._policy = policy
         self._replicate = settings.replicate
         self._has_twins = settings.twins
@@ -110,7 +112,7 @@ class Placer:
         moved = _moved_run(case)
         holders = [
             run
-            for run in case.holders
+            for run in case.holders or ()
             if (run.worker_id, run.incarnation) in fleet and (moved is None or run.worker_id != moved.worker_id)
         ]
         lenders = [run for run in holders if not against[known[run.worker_id].slot]]
@@ -224,6 +226,7 @@ class Placer:
         if self._replicate:
             avoided = {*case.suspects, *case.request.excluded_workers}
             replica = case.fleet.replica_of(chosen.decode or chosen.prefill, avoided)
+        sources = (*chosen.choice.sources, *self._coming(case, question, chosen, maker))
         return Placement(
             request_id=case.request.request_id,
             attempt=case.request.attempt,
@@ -231,11 +234,39 @@ class Placer:
             prefill_worker=chosen.prefill.info.worker_id,
             decode_worker=chosen.decode.info.worker_id if chosen.decode else None,
             policy=policy_name,
-            sources=(*chosen.choice.sources, *self._coming(case, question, chosen, maker)),
+            sources=sources,
             terms=chosen.choice.terms,
             replica=replica,
             spare_blocks=_spare_blocks(question, chosen),
+            reuse=Reuse.USED if sources or _has_some(question, chosen) else self._unused(case, question, policy_name),
         )
+
+    def _unused(self, case: Case, question: Question, policy_name: str) -> Reuse:
+        """Return why a placement counts on no KV that there is."""
+        if not case.request.block_hashes:
+            return Reuse.COMPUTED_WHOLE
+        if policy_name in POLICIES:
+            return Reuse.NOT_ASKED
+        if case.holders is None:
+            return Reuse.WITHOUT_DIRECTORY
+        if not question.holders:
+            return Reuse.NOTHING_HELD
+        known = case.fleet.workers
+        begun = [run for run in question.holders if not run.first_block]
+        most = max((run.num_blocks * known[run.worker_id].info.block_size for run in begun), default=0)
+        is_read = self._policy_name != COST or most >= self._pull_tokens_min
+        return Reuse.NOT_QUICKER if is_read else Reuse.BELOW_THRESHOLD
+
+
+def _has_some(question: Question, chosen: Chosen) -> bool:
+    """Say whether a worker that was chosen has some of the prompt, as the policy has counted it."""
+    terms, workers = chosen.choice.terms, [chosen.decode]
+    if terms is None:
+        workers.append(chosen.prefill)
+    elif terms.cached_tokens or terms.pulled_tokens:
+        return True
+    holding = {run.worker_id for run in question.holders if not run.first_block}
+    return any(worker is not None and worker.info.worker_id in holding for worker in workers)
 
 
 def _moved_run(case: Case) -> HolderPrefix | None:

@@ -60,7 +60,7 @@ class KVHolder(Generic[MemoryT]):
     make_server: MakeServer
     on_started: Callable[[Grant], None]
     on_served: Callable[[Grant, TransferStats, str], None]
-    telemetry: Telemetry = field(default_factory=lambda: Telemetry("", None))
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry(""))
     leases: LeaseTable = field(default_factory=LeaseTable)
     lock: threading.Lock = field(default_factory=threading.Lock)
     plane: PlaneServer | None = None

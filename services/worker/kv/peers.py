@@ -45,6 +45,11 @@ class Peers:
         """Say whether there is such a holder."""
         return await self._find(worker_id, "") is not None
 
+    def role_of(self, worker_id: WorkerId) -> str:
+        """Return the role of a holder; empty: it is not known yet."""
+        known = self._known.get(worker_id)
+        return known.role if known is not None else ""
+
     async def endpoint(self, worker_id: WorkerId, incarnation: str) -> Endpoint | None:
         """Return where this incarnation said that it serves; None: it has not joined, or serves no reads."""
         info = await self._find(worker_id, incarnation)

@@ -195,6 +195,7 @@ class KVReads:
             log.warning("a read of %s from %s failed: %r", read.key[0], read.holder, error)
             ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, f"{type(error).__name__}: {error}")
         finally:  # also where it is cancelled: the thread has ended then
+            span.holder_role = self.peers.role_of(read.holder)
             with logging_failures(f"recording the read of {read.key[0]}"):
                 self.record(FinishedRead(ended, span, landed))
         return ended

@@ -29,6 +29,8 @@ class TransferSpan:
     worker_id: str
     traceparent: str
     """Of what it belongs to; empty: it begins a trace."""
+    holder_role: str = ""
+    """Empty: not known (yet)."""
     started_ns: int = field(default_factory=lambda: time.monotonic_ns())
     stats: TransferStats = field(default_factory=TransferStats)
 
@@ -57,6 +59,7 @@ class TransferSpan:
             error=error,
             own=stats.traceparent,
             links=links_of(stats),
+            peer=self.holder_role,
         )
         reached_ns = self.started_ns
         for name, phase_ns in (
