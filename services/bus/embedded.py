@@ -62,7 +62,9 @@ class EmbeddedNats:
         if port is None:
             port = free_port()
         elif not is_free(port):
-            raise UserError(f"port {port} is in use, so the broker cannot have it; name another or none")
+            raise UserError(
+                f"the broker cannot have port {port}: it is in use, or not ours to take; pass another --nats-port"
+            )
         folder = state_dir.absolute()
         private_folder(folder)
         logfile, config = folder / "nats.log", folder / "nats.conf"

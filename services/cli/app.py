@@ -1,5 +1,6 @@
 """The subcommands of `kvmesh`, a function each. A UserError is one line and exit code 2."""
 
+import asyncio
 import importlib.metadata
 import io
 import sys
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from schemas.permissions import ALL
 from services.cli.bench import bench
 from services.cli.simulate import simulate
 from services.config import Carrier, Dtype, EngineName, PlaneEncryption, SplitMode, WireDtype, parse_devices, parse_list
@@ -81,6 +83,9 @@ def up(
     tls_cert: Annotated[str, typer.Option(help="Serve https with the certificate of this PEM file.")] = "",
     tls_key: Annotated[str, typer.Option(help="Its private key, a PEM file.")] = "",
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
+    nats_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of the embedded server; 0 finds one, another at each start.")
+    ] = 0,
     keys: Annotated[
         str, typer.Option(help="With a server of your own: what `kvmesh bus-config DIR` has written.")
     ] = "",
@@ -121,9 +126,7 @@ def up(
         bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
     ] = False,
     drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to leave at most.")] = 30.0,
-    otlp: Annotated[
-        str, typer.Option(help="OTLP/HTTP endpoint for traces; they go to files too.")
-    ] = "",
+    otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; they go to files too.")] = "",
     sample_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of traces that is kept; what fails or is slow always is.")
     ] = 1.0,
@@ -160,6 +163,7 @@ def up(
             split=split,
         ),
         nats=nats,
+        nats_port=nats_port,
         keys=keys,
         open_bus=open_bus,
         policy=policy,
@@ -360,6 +364,40 @@ def tail(
     options = BusOptions(nats, creds, operator)
     access = access_of(options, mesh_meant(options))
     run_until_signal(lambda stop: follow(access, request_id, stop))
+
+
+@app.command()
+def sub(
+    subject: Annotated[str, typer.Argument(help="As in docs/protocol.md; * is any word, > all that follow.")] = ALL,
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
+) -> None:
+    """Print the messages of a subject of the bus as they come. Ctrl-C ends it."""
+    from services.cli.messages import sub as hear
+    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.runtime import run_until_signal
+
+    options = BusOptions(nats, creds, operator)
+    access = access_of(options, mesh_meant(options))
+    run_until_signal(lambda stop: hear(access, subject, stop))
+
+
+@app.command()
+def req(
+    subject: Annotated[str, typer.Argument(help="A question of docs/protocol.md.")],
+    message: Annotated[str, typer.Argument(help="Its fields, a JSON object; the defaults if left out.")] = "",
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="How long an answer is waited for.")] = 2.0,
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
+) -> None:
+    """Ask a subject of the bus, and print the answer."""
+    from services.cli.messages import req as ask
+    from services.cli.running import BusOptions, access_of, mesh_meant
+
+    options = BusOptions(nats, creds, operator)
+    asyncio.run(ask(access_of(options, mesh_meant(options)), subject, message, timeout_s))
 
 
 def run() -> None:

@@ -23,6 +23,9 @@ ONE_FRAME_AFTER_S = 1.5
 TAIL_LINGER_S = 0.5
 """`kvmesh tail` goes on for so long after a request's end: leases are released then."""
 
+MAX_SHOWN_CHARACTERS = 2_000
+"""`kvmesh sub` shows so much of a message, and says how long it is."""
+
 TRACE_SETTLE_S = 2.0
 """Services export every half second: of a trace whose last span is older than this, all spans are there."""
 TRACE_POLL_INTERVAL_S = 0.1

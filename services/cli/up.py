@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dataplane.addresses import IPV4_LOOPBACK, is_loopback, own_address
-from schemas.subjects import Role
+from schemas.permissions import PEOPLE
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import GatewayConfig, SplitMode, is_card, parse_list, state_dir
 from services.errors import UserError
-from services.files import open_private, private_folder, replace_private
+from services.files import open_private, private_folder, replace_private, write_private
 from services.launch.supervisor import Supervisor, UpOptions
 from services.runtime import ended_before
 from services.trust.keys import credentials_file
@@ -119,6 +119,7 @@ async def _up(options: UpOptions) -> int:
         if not await _started(console, supervisor, stop):
             return 130
         _write(state_file, supervisor)
+        _write_contexts(run_dir / "nats" / "context", supervisor)
         replace_private(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
         with contextlib.suppress(OSError):
             _greet(console, supervisor, options)
@@ -186,15 +187,34 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
         markup=False,
     )
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
-    console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} tail[/bold], [bold]{command} top[/bold],")
-    if not supervisor.has_open_bus:
-        creds = os.path.relpath(credentials_file(supervisor.keys_dir, Role.OBSERVER))
-        console.print(f"or nats sub -s {supervisor.nats_url} --creds {creds} 'mesh.>'")
-        console.print("(operator.creds beside it hears prompts and answers too)")
+    named = ", ".join(f"[bold]{command} {name}[/bold]" for name in ("trace", "tail", "top", "sub"))
+    home = os.path.relpath(state_dir() / "run")
+    console.print(f"\nThen {named},")
+    console.print(f"or XDG_CONFIG_HOME={home} nats --context observer sub 'mesh.>'")
+    if supervisor.has_open_bus:
+        console.print(f"(the broker is at {supervisor.nats_url}, [yellow]open to anybody[/yellow])")
     else:
-        console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>' [yellow](the bus is open to anybody)[/yellow]")
+        console.print(f"(the broker is at {supervisor.nats_url}; an operator hears prompts and answers too)")
     console.print(f"Prometheus finds every service's metrics by {os.path.relpath(state_dir() / 'metrics.json')}")
     console.print("Ctrl-C stops everything.")
+
+
+def _write_contexts(folder: Path, supervisor: Supervisor) -> None:
+    """Write how people get to the bus, as the nats command reads it: below XDG_CONFIG_HOME
+    (https://docs.nats.io/using-nats/nats-tools/nats_cli#configuration-contexts)."""
+    private_folder(folder.parent)
+    private_folder(folder)
+    for role in PEOPLE:
+        creds = credentials_file(supervisor.keys_dir, role)
+        if not (supervisor.has_open_bus or creds.exists()):
+            continue
+        access = supervisor.access(role)
+        context = {"description": f"kvmesh, {role}", "url": access.url}
+        if access.identity is not None:
+            context |= {"creds": str(creds), "inbox_prefix": access.identity.inbox}
+        if access.ca is not None:
+            context["ca"] = str(access.ca)
+        write_private(folder / f"{role}.json", msgspec.json.format(msgspec.json.encode(context)))
 
 
 def _write(path: Path, supervisor: Supervisor) -> None:

@@ -109,6 +109,8 @@ class UpOptions:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Who may reach the gateways, and how; their port is `port`."""
     nats: str = "embedded"
+    nats_port: int = 0
+    """Of the embedded broker; 0: a free one."""
     keys: str = ""
     """Folder of the keys for a broker of one's own; empty: fresh ones, for the embedded broker."""
     open_bus: bool = False
@@ -271,7 +273,8 @@ class Supervisor:
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR), options.engine)
         self.devices = await self._plan_devices()
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
-        self._metrics_ports = _distinct_ports([name for _, name in options.services])
+        self._check_broker_port()
+        self._metrics_ports = _distinct_ports([name for _, name in options.services], taken={options.nats_port})
         config = self._config(self._ports[0])
         at_scale(config)  # what cannot be is refused before anything is started
         self._time_scale = config.times.scale
@@ -381,10 +384,18 @@ class Supervisor:
         if self._options.nats == "embedded":
             # Not on a helper thread: the server is started so that it ends with the thread that started it.
             self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
-            self._nats = EmbeddedNats.launch(None, self._run_dir, self._broker_access)
+            self._nats = EmbeddedNats.launch(self._options.nats_port or None, self._run_dir, self._broker_access)
             return self._nats.url
         await self._check_broker(self._options.nats)
         return self._options.nats
+
+    def _check_broker_port(self) -> None:
+        """Raises UserError where `--nats-port` cannot be had, before anything is started."""
+        port = self._options.nats_port
+        if port and self._options.nats != "embedded":
+            raise UserError("--nats-port is the embedded server's: leave it out with --nats URL")
+        if port in self._ports:
+            raise UserError(f"port {port} is a gateway's: pass another --nats-port or --port")
 
     async def _check_broker(self, url: str) -> None:
         """Raises UserError where a broker of one's own does not answer, does not know our keys, or lets anybody in."""
@@ -560,11 +571,11 @@ def _named(role: str, count: int) -> list[tuple[str, str]]:
     return [(role, role), *((role, f"{role}-{number}") for number in range(1, count))]
 
 
-def _distinct_ports(names: list[str]) -> dict[str, int]:
-    """Return a free port for each name."""
+def _distinct_ports(names: list[str], taken: set[int]) -> dict[str, int]:
+    """Return a free port for each name, none of those that are `taken`."""
     ports: set[int] = set()
     while len(ports) < len(names):
-        ports.add(free_port())
+        ports |= {free_port()} - taken
     return dict(zip(names, sorted(ports), strict=True))
 
 

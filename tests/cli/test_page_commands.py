@@ -152,8 +152,7 @@ class Place(Scratch):
         text = text.replace("http://127.0.0.1:8000", self.mesh.url)
         text = re.sub(r"\bREQUEST_ID\b", self.request_id, text)
         [metrics] = [t.targets[0] for t in self.mesh.supervisor.metrics_targets if t.labels["role"] == "gateway"]
-        text = re.sub(r"\bMETRICS\b", metrics, text)
-        return re.sub(r"\bNATS_URL\b|(?<=-s )URL\b", self.mesh.nats_url, text)
+        return re.sub(r"\bMETRICS\b", metrics, text)
 
 
 @pytest.fixture(scope="module")
@@ -404,6 +403,7 @@ def names_extras(trial: Trial) -> None:
     assert set(extras.split(",")) <= ours.keys()
 
 
+NATS = r"XDG_CONFIG_HOME=\.kvmesh/run nats --context (observer|operator)"
 WAYS: tuple[tuple[str, Try], ...] = (
     (r"make up", start),
     (r"make up UP_FLAGS=.*", configure),
@@ -434,9 +434,11 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"python -m tests.bench.links.*", run("calculated")),
     (r"kvmesh bench .*", parse),
     (r"python -m tests\..*", has_module),
-    (r"nats sub .*", elsewhere("the nats command is not installed by us", hear)),
-    (r"nats req .*", elsewhere("the nats command is not installed by us", ask())),
-    (r"nats micro ls.*", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
+    (r"kvmesh sub.*", follow("Request(Finished|Accepted)|TokensEmitted")),
+    (r"kvmesh req .*", run('"type": "')),
+    (rf"{NATS} sub .*", elsewhere("the nats command is not installed by us", hear)),
+    (rf"{NATS} req .*", elsewhere("the nats command is not installed by us", ask())),
+    (rf"{NATS} micro ls", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
     (r"kill -TERM PID", drain),
     (r"kvmesh (drain decode-0|restart --rolling)", kill),
     (r"pkill -KILL (-f 'serve decode --id decode-0'|-o -f 'services.engine.child decode-0')", kill),

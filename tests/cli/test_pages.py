@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from schemas.subjects import SUBJECTS
+from schemas.permissions import permissions_of
+from schemas.subjects import SUBJECTS, Role
 from services.bus.memory import matches
 from services.errors import UserError
 from tests.cli.test_page_commands import all_commands, way_of
@@ -37,9 +38,24 @@ def test_ten_subscriptions_stand_in_the_page_and_each_was_heard() -> None:
     assert listed == [listening.subscription for listening in LISTENING]
     assert len(listed) == 10
     for subscription in listed:
-        _, _, after = heard_part().partition(f"$ nats sub '{subscription}'\n")
-        first = after.splitlines()[0]
+        _, _, after = heard_part().partition(f"$ kvmesh sub '{subscription}'")
+        first = after.splitlines()[1]
         assert matches(tuple(subscription.split(".")), tuple(first.split("."))), subscription
+
+
+def test_the_page_says_who_hears_a_subscription() -> None:
+    """As the broker grants it: what an observer hears nothing of is the operator's alone, and shown with its flag."""
+    told = dict(re.findall(r"^\| `(mesh[^`]*)` \| ([^|]*) \|", heard_part(), re.MULTILINE))
+    may = permissions_of(Role.OBSERVER, "o")
+    for listening, who in told.items():
+        pattern = tuple(listening.split("."))
+        concrete = {s: tuple(s.of(*("x" for _ in s.ids)).split(".")) for s in SUBJECTS}
+        found = [subject for subject, tokens in concrete.items() if matches(pattern, tokens)]
+        denied = [s for s in found if any(matches(tuple(d.split(".")), concrete[s]) for d in may.unheard)]
+        ends = ", ".join(f"`{subject.pattern.rsplit('.', 1)[-1]}`" for subject in denied)
+        partly = f"observer; {ends}: operator" if ends else "observer"
+        assert who == ("operator" if denied == found else partly)
+        assert (f"$ kvmesh sub '{listening}' --operator\n" in heard_part()) == (who == "operator")
 
 
 @pytest.mark.parametrize("listening", LISTENING, ids=lambda listening: listening.subscription)
@@ -52,7 +68,7 @@ def test_a_subscription_fits_the_table_of_subjects(listening: object) -> None:
 def test_what_is_asked_takes_an_empty_message(query: str) -> None:
     asked = tuple(query.format(worker="x", request="x").split("."))
     [subject] = [s for s, pattern in zip(SUBJECTS, PATTERNS, strict=True) if pattern == asked]
-    assert subject.may_be_empty and f"$ nats req {query.split('{', maxsplit=1)[0]}" in heard_part()
+    assert subject.may_be_empty and f"$ kvmesh req {query.split('{', maxsplit=1)[0]}" in heard_part()
 
 
 def test_every_subject_that_may_be_empty_is_shown() -> None:

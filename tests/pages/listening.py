@@ -17,6 +17,7 @@ from schemas.observe import RequestDescribed
 from schemas.subjects import Role
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
+from services.cli.messages import subjects_of, unheard_by
 from services.errors import UserError
 from services.trust.keys import BusAccess
 from tests.pages.limits import TIMEOUT_S
@@ -129,17 +130,31 @@ def _is_question(delivery: Delivery) -> bool:
 
 def section(heard: Heard) -> str:
     """Return the text between the markers."""
-    rows = [f"| `{listening.subscription}` | {listening.shows} |" for listening in LISTENING]
-    lines = ["| `nats sub` | what it shows |", "|---|---|", *rows, "", "```"]
+    rows = [
+        f"| `{listening.subscription}` | {heard_by(listening.subscription)} | {listening.shows} |"
+        for listening in LISTENING
+    ]
+    lines = ["| `kvmesh sub` | who hears it | what it shows |", "|---|---|---|", *rows, "", "```"]
     for listening in LISTENING:
-        lines.append(f"$ nats sub '{listening.subscription}'")
+        flag = " --operator" if heard_by(listening.subscription) == Role.OPERATOR else ""
+        lines.append(f"$ kvmesh sub '{listening.subscription}'{flag}")
         for subject, payload in _shown(listening, heard):
             lines += [_cut(subject), _cut(f"  {_brief(payload)}")]
         lines.append("")
     for subject, payload in heard.answers:
         answer = textwrap.wrap(_brief(payload), WIDTH - 2, max_lines=MAX_ANSWER_LINES, placeholder=" …")
-        lines += [f"$ nats req {subject} ''", *(f"  {line}" for line in answer)]
+        lines += [f"$ kvmesh req {subject}", *(f"  {line}" for line in answer)]
     return "\n".join([*lines, "```"])
+
+
+def heard_by(subscription: str) -> str:
+    """Return who hears a subscription, by the permissions on the broker. Operators hear all."""
+    found = subjects_of(subscription)
+    unheard = unheard_by(Role.OBSERVER, found)
+    if len(unheard) == len(found):
+        return Role.OPERATOR
+    ends = ", ".join(f"`{subject.pattern.rsplit('.', 1)[-1]}`" for subject in unheard)
+    return f"{Role.OBSERVER}; {ends}: {Role.OPERATOR}" if ends else Role.OBSERVER
 
 
 def _shown(listening: Listening, heard: Heard) -> list[tuple[str, bytes]]:
