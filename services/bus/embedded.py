@@ -62,9 +62,7 @@ class EmbeddedNats:
         if port is None:
             port = free_port()
         elif not is_free(port):
-            raise UserError(
-                f"the broker cannot have port {port}: it is in use, or not ours to take; pass another --nats-port"
-            )
+            raise UserError(f"port {port} is in use, or not ours to take: pass another --nats-port for the broker")
         folder = state_dir.absolute()
         private_folder(folder)
         logfile, config = folder / "nats.log", folder / "nats.conf"
