@@ -255,9 +255,9 @@ _SHORT = {
     f"{Key.PLACE_TERM}.pulled_tokens": "{} read,",
     f"{Key.PLACE_TERM}.computed_tokens": "{} computed",
     Key.SOURCE: "from {}",
-    Key.NUM_HOLDERS: "{} holders,",
-    Key.LOCATE_MS: "directory {:.1f} ms:",
-    Key.REUSE: "{}",
+    Key.NUM_HOLDERS: "{} holders",
+    Key.LOCATE_MS: "directory {:.1f} ms",
+    Key.REUSE: "reuse: {}",
     Key.EXPOSED_MS: "exposed {:.1f} ms",
 }
 """How attributes are written at the end of a row, in this order."""
