@@ -201,15 +201,13 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         was_last = not self.pipeline
         super().on_response_complete()
-        if not was_last or self.transport.is_closing():
-            return
-        if self._is_broken:
+        times = self._all.times
+        if self.transport.is_closing():
+            self._wait(times.unread_s)  # it is closed once its client has taken the rest
+        elif was_last and self._is_broken:
             super().send_400_response("Invalid HTTP request received.")
-        else:
-            times = self._all.times
+        elif was_last:
             self._wait(times.keep_alive_s + times.head_s)  # uvicorn's own timer ends with the first byte
-        elif self.transport.is_closing():
-            self._wait(self._all.times.unread_s)  # it is closed once its client has taken the rest
 
     def _wait(self, timeout_s: float) -> None:
         self._stop_waiting()
