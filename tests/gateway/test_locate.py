@@ -26,7 +26,7 @@ TEXT = "The harbour lies still, and nobody has come yet. " * 20
 @contextlib.asynccontextmanager
 async def directory_of(rig: Rig) -> AsyncIterator[Directory]:
     async with asyncio.TaskGroup() as tasks:
-        directory = Directory(TypedBus(rig.mesh.connection, "directory"), tasks, DirectoryTimes())
+        directory = Directory(TypedBus(rig.mesh.connection, "directory"), tasks, rig.telemetry, DirectoryTimes())
         await directory.begin_serving()
         yield directory
         await directory.close()

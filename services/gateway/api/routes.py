@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -170,7 +170,7 @@ class GatewayApp:
         request: HttpRequest = Request(scope)
         with contextlib.suppress(InvalidRequestError):
             owner = owner_of(request, tenant_of(gateway.config.gateway.tenants, request.headers))
-            send = BoundedReply(gateway.unsent, owner, send).send
+            send = BoundedReply(gateway.unsent, owner, send).pass_on
         # A generation has a deadline of its own, which is earlier.
         limit_s = gateway.config.gateway.request_timeout_s + gateway.times.body_s + 2 * gateway.times.unread_s
         with contextlib.suppress(TimeoutError):
@@ -406,11 +406,11 @@ async def _call(
     options = prepared.options
     if prepared.constraint is not None:
         grammars: list[str] = []
-        for end in prepared.ends:
-            constraint = msgspec.structs.replace(prepared.constraint, behind_space=end.drops_space)
-            with _own_names(responses):
+        with _own_names(responses):
+            for end in prepared.ends:
+                constraint = msgspec.structs.replace(prepared.constraint, behind_space=end.drops_space)
                 grammars += [await gateway.grammars.grammar_of(constraint, owner)] * options.n
-                _check_room(gateway.requests, tenant, constraint, sum(map(len, grammars)))
+            _check_room(gateway.requests, tenant, prepared.constraint, grammars)
         jobs = [job.held_to(grammar) for job, grammar in zip(jobs, grammars, strict=True)]
     texts = TokenTexts(model.codec.token_bytes, model.codec.first_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())
@@ -430,11 +430,11 @@ async def _call(
     )
 
 
-def _check_room(requests: Requests, tenant: str, constraint: Constraint, num_characters: int) -> None:
+def _check_room(requests: Requests, tenant: str, constraint: Constraint, grammars: Sequence[str]) -> None:
     """See that what a tenant's answers must be, all together, is not too much for the way to the workers, where each
     takes its own. Raises InvalidRequestError and NotNowError."""
-    most, param = limits.MAX_LIVE_GRAMMAR_CHARACTERS, constraint.param
-    asked = f"`{param}` comes to {num_characters} characters in all answers"
+    most, param, num_characters = limits.MAX_LIVE_GRAMMAR_CHARACTERS, constraint.param, sum(map(len, grammars))
+    asked = f"`{param}` comes to {num_characters} characters in {len(grammars)} answers"
     if num_characters > most:
         message = f"{asked}: at most {most} are taken, so ask for fewer answers at once"
         raise InvalidRequestError(message, param, constraint.code)

@@ -41,7 +41,7 @@ class BoundedReply:
         """What a reply of known length begins with, until its body comes."""
         self._is_refused = False
 
-    async def send(self, message: Message) -> None:
+    async def pass_on(self, message: Message) -> None:
         """As an ASGI server's."""
         if message["type"] == "http.response.start" and b"content-length" in dict(message["headers"]):
             self._start = message
