@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.permissions import PEOPLE
+from schemas.permissions import GUESTS
 from schemas.subjects import Role
 from services.config import ModelConfig, load_config, write_config
 from services.files import write_private
@@ -44,7 +44,7 @@ def make_config(template: Path, target: Path, model: str, keys: Path, model_dir:
 def _whose(name: str) -> tuple[str, ...]:
     """Return the folders of a file of keys."""
     if name == CA_FILE:
-        return ("people", *(role for role in Role if role not in PEOPLE))
+        return ("people", *(role for role in Role if role not in GUESTS))
     if name in (BROKER_FILE, CERTIFICATE_FILE, KEY_FILE):
         return ("broker",)
     return ("people",) if name.endswith(".creds") else (name.partition(".")[0],)
