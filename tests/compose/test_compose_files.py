@@ -323,8 +323,8 @@ def test_keys_are_made_once_and_each_container_sees_its_own(tmp_path: Path, serv
     first = {path.relative_to(keys): path.read_bytes() for path in keys.rglob("*.*")}
     assert {str(path) for path in first} == {
         "gateway/gateway.key.json", "scheduler/scheduler.key.json", "directory/directory.key.json",
-        "holder/holder.key.json", "people/observer.creds", "people/operator.creds", "people/indexer.creds", "broker/broker.conf",
-        "broker/broker.crt", "broker/broker.key", "people/ca.pem",
+        "holder/holder.key.json", "people/observer.creds", "people/operator.creds", "people/indexer.creds",
+        "broker/broker.conf", "broker/broker.crt", "broker/broker.key", "people/ca.pem",
         "gateway/ca.pem", "scheduler/ca.pem", "directory/ca.pem", "holder/ca.pem",
     }  # fmt: skip
     assert {path.stat().st_mode & 0o777 for path in keys.rglob("*.*")} == {0o600}
