@@ -32,7 +32,11 @@ class Turn:
         working = asyncio.get_running_loop().run_in_executor(None, work)
         # A thread cannot be stopped: its turn ends with it, whether or not somebody still waits.
         working.add_done_callback(lambda _: self._end(owner))
-        return await asyncio.shield(working)
+        try:
+            return await asyncio.shield(working)
+        finally:
+            # Its error keeps this frame, and so all that the work had in hand until the collector comes.
+            del working
 
     async def _begin(self, owner: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -370,13 +370,12 @@ async def unread_replies(target: Target, num_clients: int, health_s: float) -> F
     found, (key, other) = Found(), _tenants(target)
     port = httpx.URL(target.supervisor.urls[0]).port
     asked = (
-        ("/tokenize", {"prompt": "a b c d " * 30_000, "return_token_strs": True}),
-        ("/detokenize", {"tokens": [5] * 10**6}),
+        ("/tokenize", json.dumps({"prompt": "a b c d " * 30_000, "return_token_strs": True}).encode()),
+        ("/detokenize", json.dumps({"tokens": [5] * 10**6}).encode()),
     )
 
     async def ask(number: int, closed: contextlib.AsyncExitStack) -> None:
-        path, fields = asked[number % 2]
-        body = json.dumps(fields).encode()
+        path, body = asked[number % 2]
         peer = closed.enter_context(socket.socket())
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         peer.setblocking(False)
