@@ -1,6 +1,7 @@
 """What a gateway asks of the scheduler and the workers, and what comes back."""
 
 import enum
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -13,7 +14,8 @@ from schemas.numbers import Amount, Count, Ns, Number, Seed
 FinishReason = Literal["stop", "length"]
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
-"""A grammar's text travels with each attempt."""
+CARRIED_GRAMMAR_BYTES = 4 * 1024
+"""A grammar's text of up to so many bytes in JSON travels with each attempt; a longer one goes to each worker once."""
 
 
 class RefusalReason(enum.StrEnum):
@@ -78,10 +80,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that may not follow each other in the answer."""
     grammar: str = ""
     """What the answer must be, in llguidance's Lark; empty: anything."""
+    grammar_digest: bytes = b""
+    """Of a longer text in place of it (`digest_of_grammar`); the gateway tells it who asks (AskGrammar)."""
     logprobs: Number | None = None
     """The answer's logarithms are wanted, with so many of the likeliest tokens'."""
     prompt_logprobs: Number | None = None
     """The same of the prompt's tokens from its second on."""
+
+
+def digest_of_grammar(text: str) -> bytes:
+    """Return what a text is known by on the bus: blake2b, 16 bytes."""
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -366,6 +375,16 @@ class Progress(RequestMessage, frozen=True, kw_only=True):
     known: bool
     tokens: RequestTokens | None = None
     is_waiting: bool = False
+
+
+class AskGrammar(RequestMessage, frozen=True, kw_only=True):
+    """What must the answer be? A worker asks the gateway for the text of a digest that it does not know."""
+
+
+class GrammarTold(RequestMessage, frozen=True, kw_only=True):
+    """The text. Empty: this request is not under way there."""
+
+    grammar: str
 
 
 class AttemptId(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,9 +49,11 @@ from schemas.observe import (
     WorkerDescribed,
 )
 from schemas.request import (
+    AskGrammar,
     AskProgress,
     AskWanted,
     CancelRequest,
+    GrammarTold,
     Placement,
     PlaceRequest,
     PrefillAccepted,
@@ -247,6 +249,7 @@ RELEASED = _event(f"{_HANDOFF}.released", KVReleased, SOURCE, OBSERVERS)
 ABORTED = _event(f"{_HANDOFF}.aborted", HandoffAborted, (SOURCE, TARGET), (SOURCE, TARGET, OBSERVERS))
 TOKENS = _event("mesh.v1.tokens.{worker_id}.{to}", TokensEmitted, WORKER_ITSELF, ADDRESSED_GATEWAY)
 WANTED = _question("mesh.v1.gateway.{to}.wanted", AskWanted, (Wanted,), HOLDERS, ADDRESSED_GATEWAY)
+GRAMMAR = _question("mesh.v1.gateway.{to}.grammar", AskGrammar, (GrammarTold,), HOLDERS, ADDRESSED_GATEWAY)
 CANCEL = _event("mesh.v1.request.{request_id}.cancel", CancelRequest, GATEWAYS, (HOLDERS, OBSERVERS))
 # A request's story, for people. One gateway answers where it is; where it does not know, it seeks who does.
 ACCEPTED = _event("mesh.v1.request.{request_id}.accepted", RequestAccepted, GATEWAYS, OBSERVERS)
@@ -283,7 +286,7 @@ KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, _SERVICES)
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, TIME, PROGRESS, WORKER_STATUS, RUN,
-    RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED,
-    FIRST_TOKEN, RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS, HEAT,
-    STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
+    RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, GRAMMAR, CANCEL, ACCEPTED,
+    PLACED, FIRST_TOKEN, RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS,
+    HEAT, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
 )  # fmt: skip

@@ -111,6 +111,8 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long running requests may take to end by themselves once the gateway stops."""
     place_timeout_s: Wait = 2.0
     """A scheduler answers from memory; one that does not within this is dead or overloaded."""
+    place_turn_s: Wait = 0.25
+    """A tenant's questions for placements go a few at a time; one that takes longer holds up no other."""
     tick_s: Pace = 0.05
     """How exactly the waits of requests under way are kept."""
     deaf_wait_ms: WaitMs = 15_000

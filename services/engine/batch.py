@@ -142,7 +142,7 @@ class Batch:
                 continue
             outcome = next(left)
             if isinstance(outcome, GrammarError):
-                failed.append(FailedSequence(sequence, str(outcome)))
+                failed.append(FailedSequence(sequence, str(outcome), outcome.is_spent))
                 self._settle(key, sequence, ended=True)
                 continue
             token = append_token(sequence, outcome, self.context_length)

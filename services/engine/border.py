@@ -126,7 +126,7 @@ class StepDone(BorderMessage, frozen=True):
     num_preempted: int
     computed: tuple[tuple[int, int, int], ...]
     sampled: tuple[StepToken, ...]
-    failed: tuple[tuple[int, str], ...]
+    failed: tuple[tuple[int, str, bool], ...]
 
 
 class SequencesFailed(BorderMessage, frozen=True):

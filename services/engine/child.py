@@ -158,12 +158,12 @@ class EngineServer:
             num_preempted=result.num_preempted,
             computed=tuple((numbers[one], num_tokens, one.num_reused_tokens) for one, num_tokens in result.computed),
             sampled=tuple(_step_token(numbers[token.sequence], token) for token in result.sampled),
-            failed=tuple((numbers[sequence], reason) for sequence, reason in result.failed),
+            failed=tuple((numbers[sequence], reason, is_spent) for sequence, reason, is_spent in result.failed),
         )
         for token in result.sampled:
             if token.local_end:
                 self._forget(token.sequence)
-        for sequence, _ in result.failed:
+        for sequence, *_ in result.failed:
             self._forget(sequence)
         self._channel.send_message(told)
         self._steps.begin_step(())

@@ -1,8 +1,8 @@
 """What an answer must be, token by token: llguidance's grammars, with limits. No torch.
 
 A grammar is understood once, in a thread of its own; each answer then has a copy of its beginning. All copies share
-what the library learns of the regular expressions as they are used, and the bound on that: a copy that reaches it
-begins again with a grammar that nobody has used.
+what the library learns of the regular expressions as they are used, and the bound on that. Where it is reached the
+grammar is understood anew for those who come next; an answer that shared it with others begins another attempt.
 """
 
 import json
@@ -12,7 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +63,7 @@ class Grammars:
 
         def settle(future: "Future[_Grammar]") -> None:
             if (error := future.exception()) is None:
-                started.set_result(_Answer(future.result(), lambda spent: self._anew(text, spent), self._vocab_size))
+                started.set_result(_Answer(future.result(), partial(self._spend, text), self._vocab_size))
             else:  # each has an error of its own, as whoever raises one adds to it
                 started.set_exception(GrammarError(str(error)))
 
@@ -77,13 +79,12 @@ class Grammars:
             self._drop_old()
         return future
 
-    def _anew(self, text: str, spent: "_Grammar") -> "_Grammar":
-        """Return a grammar in place of one that is spent. Raises GrammarError."""
+    def _spend(self, text: str, spent: "_Grammar") -> None:
+        """Keep a grammar no more: whoever asks next has another one."""
         with self._lock:
             kept = self._kept.get(text)
             if kept is not None and kept.done() and kept.exception() is None and kept.result() is spent:
                 del self._kept[text]
-        return self._understood(text).result()
 
     def _drop_old(self) -> None:
         num_characters = sum(map(len, self._kept))
@@ -97,11 +98,14 @@ class Grammars:
         return understood(self._tokenizer.result(), text)
 
 
-class _Grammar(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Grammar:
     """One that is understood, and has seen no token. `num_bits`: of its masks."""
 
     matcher: LLMatcher
     num_bits: int
+    num_answers: int = 0
+    """Have begun with it."""
 
 
 def understood(tokenizer: LLTokenizer, text: str) -> _Grammar:
@@ -113,8 +117,12 @@ def understood(tokenizer: LLTokenizer, text: str) -> _Grammar:
     _check(matcher)
     if warnings := matcher.get_grammar_warnings():
         raise GrammarError(_line("; ".join(warnings)))
+    # That nothing satisfies it, or too much does, is seen with a first token at times.
     first = matcher.deep_copy()
-    first.compute_bitmask()  # that nothing satisfies it is seen here at times
+    mask = np.frombuffer(first.compute_bitmask(), np.uint8)
+    _check(first)
+    allowed = np.flatnonzero(np.unpackbits(mask, count=tokenizer.vocab_size, bitorder="little"))
+    first.try_consume_tokens(allowed[:1].tolist())
     _check(first)
     return _Grammar(matcher, tokenizer.vocab_size)
 
@@ -126,11 +134,12 @@ def takes(tokenizer: LLTokenizer, grammar: _Grammar, text: str) -> bool:
 
 
 class _Answer:
-    """Implements `Grammar`. `anew` returns a grammar in place of one that is spent."""
+    """Implements `Grammar`. `spend` is told of a grammar that is spent."""
 
-    def __init__(self, grammar: _Grammar, anew: Callable[[_Grammar], _Grammar], vocab_size: int) -> None:
+    def __init__(self, grammar: _Grammar, spend: Callable[[_Grammar], None], vocab_size: int) -> None:
         self._grammar = grammar
-        self._anew = anew
+        grammar.num_answers += 1
+        self._spend = spend
         self._vocab_size = vocab_size
         self._matcher: LLMatcher | None = None
         """Has `_seen`; None: is to begin."""
@@ -141,9 +150,12 @@ class _Answer:
         """Return which tokens may follow: `[vocab]`. Raises GrammarError, as `Grammar.allowed` says."""
         try:
             return self._allowed(answer)
-        except GrammarError:
-            # It may be other answers that have used up what all share.
-            self._grammar, self._matcher = self._anew(self._grammar), None
+        except GrammarError as error:
+            if error.is_spent:
+                self._spend(self._grammar)
+                error.is_spent = self._grammar.num_answers > 1  # who is alone with it would come no further
+                raise
+            self._matcher = None  # where it has ended it takes no further end, and from the beginning on it does
             return self._allowed(answer)
 
     def _allowed(self, answer: Seq[int]) -> npt.NDArray[np.bool_]:
@@ -209,9 +221,13 @@ def _check(matcher: LLMatcher) -> None:
     error = matcher.get_error()
     if "NoExtension" in error:
         raise GrammarError("no answer satisfies it")
+    if "Current row has" in error:
+        most = limits.ROW_ITEMS_MAX
+        message = f"at one place of the text it may go on in over {most} ways: a name that may be left out has four"
+        raise GrammarError(message)
     if "Regex is empty" in error:
         raise GrammarError("no text that can be written matches its pattern")
-    raise GrammarError(_line(error))
+    raise GrammarError(_line(error), is_spent="too many states" in error)
 
 
 def _line(error: str) -> str:

@@ -117,10 +117,11 @@ class SampledToken:
 
 class FailedSequence(NamedTuple):
     """A sequence for which no token could be chosen, and why, for the client: it has left the engine. What was computed
-    of it is right."""
+    of it is right. `is_spent`: as GrammarError has it."""
 
     sequence: Sequence
     reason: str
+    is_spent: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,7 +148,12 @@ class Choice(NamedTuple):
 
 
 class GrammarError(ValueError):
-    """What an answer must be cannot be understood, or its limits are reached. The message is for the client."""
+    """What an answer must be cannot be understood, or its limits are reached. The message is for the client.
+    `is_spent`: others may have reached them, and an attempt that goes on begins with a grammar of its own."""
+
+    def __init__(self, message: str, *, is_spent: bool = False) -> None:
+        super().__init__(message)
+        self.is_spent = is_spent
 
 
 Outcome = Choice | GrammarError

@@ -328,7 +328,7 @@ class EngineProcess:
             computed=tuple(computed),
             sampled=tuple(self._sampled(token) for token in done.sampled),
             num_preempted=done.num_preempted,
-            failed=tuple(FailedSequence(self._forget(number), reason) for number, reason in done.failed),
+            failed=tuple(FailedSequence(self._forget(number), reason, spent) for number, reason, spent in done.failed),
         )
 
     def _sampled(self, token: StepToken) -> SampledToken:

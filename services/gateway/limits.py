@@ -103,6 +103,13 @@ any length."""
 MAX_CHOICES = 128
 """Answers of one HTTP request, which are prompts times `n`: each is a request of its own to the mesh."""
 
+PLACED_AT_ONCE = 16
+"""Placements that are asked for at a time, of a tenant: a scheduler needs two milliseconds for each, and others' come
+in between."""
+
+SUBMITTED_AT_ONCE = 4
+"""Of these so many are begun, a millisecond each, before others have their turn."""
+
 MAX_COUNT = 2**31 - 1
 """No number of tokens is larger."""
 
@@ -146,12 +153,8 @@ GRAMMAR_NICE = 5
 GRAMMARS_AT_ONCE = 2
 """Grammars that are understood at a time, one of a tenant."""
 
-GRAMMAR_BYTES_A_BYTE = 2
-"""A byte of what was asked for may take so many in a message to a worker."""
-
 MAX_LIVE_GRAMMAR_CHARACTERS = 8 * 1024 * 1024
-"""What a tenant's answers must be that are under way may be so long all together: each of them takes it to its
-workers."""
+"""What a tenant's answers under way must be may be so long all together. The same for many counts once."""
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_GRAMMAR_BYTES = 4 * 1024 * 1024
@@ -175,6 +178,10 @@ MAX_INDENT = 16
 MAX_BOUNDS = 64
 """Different bounds of numbers in a schema that are tried, where they are in doubt: some milliseconds each."""
 
+MAX_OPTIONAL_NAMES = 240
+"""Properties of one object that may be left out: each takes four of the ways in which a text may go on
+(`engine.limits.ROW_ITEMS_MAX`)."""
+
 MAX_BLAMED = 24
 """Parts of a schema that are tried one by one, to name the one that is at fault."""
 
@@ -195,7 +202,7 @@ MAX_INLINE_TOKENS = 4_096
 # One request.
 
 ENVELOPE_BYTES = 4_096
-"""What a RunPrefill or ReserveBlocks may need beside its prompt, of the bus's largest message."""
+"""What a message to a worker may need beside its prompt, or a grammar, of the bus's largest one."""
 
 MAX_TROUBLES = 8
 """Failed attempts that an error message describes: the last ones."""

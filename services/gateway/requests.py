@@ -18,10 +18,12 @@ from schemas import subjects
 from schemas.ids import GatewayId, RequestId, WorkerId
 from schemas.observe import KeepTrace
 from schemas.request import (
+    AskGrammar,
     AskProgress,
     AskWanted,
     AttemptId,
     CancelRequest,
+    GrammarTold,
     Placement,
     PrefillAccepted,
     RefusalReason,
@@ -41,6 +43,7 @@ from services.config import MeshConfig
 from services.gateway.fleet import Fleet, FleetMessage
 from services.gateway.observe.answer_observer import ChoiceSpans, KeepRate
 from services.gateway.observe.story import Stories
+from services.gateway.place_lines import EndTurn, PlaceLines
 from services.gateway.request.core import Phase, RequestCore
 from services.gateway.request.events import (
     Abandon,
@@ -112,6 +115,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         self._idle.set()
+        self._lines = PlaceLines(self.config.times.gateway.place_turn_s)
         self._detector = FailureDetector(self.config.times.presence)
         self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway, self._live)
         self._fleet = Fleet(self._detector, self.config)
@@ -126,6 +130,7 @@ class Requests:
         await bus.listen(tasks, subjects.LOAD, ("*",), self._on_fleet)
         await keep_traces(bus, tasks, self.telemetry)
         await bus.serve(tasks, subjects.WANTED, (self.gateway_id,), self._on_wanted)
+        await bus.serve(tasks, subjects.GRAMMAR, (self.gateway_id,), self._on_grammar)
         await bus.serve(tasks, subjects.REQUEST_STATUS, ("*",), stories.on_status)
         await bus.serve(tasks, subjects.REQUEST_SOUGHT, ("*",), stories.on_sought, queue=self.gateway_id)
 
@@ -172,10 +177,10 @@ class Requests:
         """Return once no request is under way."""
         await self._idle.wait()
 
-    def num_grammar_characters(self, tenant: str) -> int:
-        """Return how much the answers of a tenant that are under way carry of what they must be."""
+    def grammars(self, tenant: str) -> set[str]:
+        """Return what a tenant's answers under way must be."""
         jobs = (live.job for live in self._live.values())
-        return sum(len(job.sampling.grammar) for job in jobs if job.key.tenant == tenant)
+        return {job.sampling.grammar for job in jobs if job.key.tenant == tenant}
 
     # For the metrics (`observe.metrics.Observed`).
 
@@ -228,6 +233,16 @@ class Requests:
     async def _on_wanted(self, received: Received[AskWanted]) -> Wanted:
         return Wanted(unwanted=tuple(a for a in received.message.attempts if not self._wants(a)))
 
+    async def _on_grammar(self, received: Received[AskGrammar]) -> GrammarTold:
+        asked = received.message
+        live = self._live.get(asked.request_id)
+        return GrammarTold(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            deadline_ms=asked.deadline_ms,
+            grammar=live.job.sampling.grammar if live is not None else "",
+        )
+
     def _wants(self, attempt: AttemptId) -> bool:
         live = self._live.get(attempt.request_id)
         return live is not None and live.core.phase is Phase.RUNNING and live.core.attempt == attempt.attempt
@@ -261,8 +276,12 @@ class Requests:
         """Ask what a request is to ask, and send what it is to send, in a task."""
         job = live.job
         match action:
-            case AskPlacement():
-                name, work = "place", partial(self._place, live, action)
+            case AskPlacement(num_answered=0):
+                self._lines.join(job.key.tenant, partial(self._begin_place, live, action))
+                return
+            case AskPlacement():  # what is under way waits for no other
+                self._begin_place(live, action, _keep_turn)
+                return
             case SendRun():
                 self.num_resumes += action.num_answered > 0
                 message = run_message(job, live.proof, self.gateway_id, action, live.prompt)
@@ -294,7 +313,15 @@ class Requests:
 
     # On behalf of a request.
 
-    async def _place(self, live: LiveRequest, action: AskPlacement) -> None:
+    def _begin_place(self, live: LiveRequest, action: AskPlacement, end_turn: EndTurn) -> bool:
+        """Ask for a placement in a task, unless the request has ended while it waited for its turn."""
+        if live.job.request_id not in self._live:
+            return False
+        work = partial(self._place, live, action, end_turn)
+        self.tasks.create_task(self._do(live, work), name=f"place {live.job.request_id}")
+        return True
+
+    async def _place(self, live: LiveRequest, action: AskPlacement, end_turn: EndTurn) -> None:
         job = live.job
         live.prompt = prompt = await continue_prompt(job, live.core.tokens[: action.num_answered])
         request = place_request(job, action, prompt)
@@ -302,15 +329,16 @@ class Requests:
         try:
             within_s = self.config.times.gateway.place_timeout_s
             reply = await self._ask(live, subjects.PLACE, (), request, within_s, live.times.place_trace)
-        except MessageTooLargeError as error:
-            event = PlaceRefused(action.attempt, RefusalReason.TOO_LONG, error.reason, 0)
-        except BusError as error:
-            event = PlaceUnanswered(action.attempt, error.reason)
-        else:
             if isinstance(reply, Placement):
                 event = PlaceGranted(action.attempt, reply)
             else:
                 event = PlaceRefused(action.attempt, reply.reason, reply.detail, reply.retry_after_ms)
+        except MessageTooLargeError as error:
+            event = PlaceRefused(action.attempt, RefusalReason.TOO_LONG, error.reason, 0)
+        except BusError as error:
+            event = PlaceUnanswered(action.attempt, error.reason)
+        if not isinstance(event, PlaceRefused):
+            end_turn()
         self.handle(live, event)
 
     async def _dispatch(
@@ -394,3 +422,7 @@ class Requests:
             raise
         self._detector.heard(now_ms())
         return reply
+
+
+def _keep_turn() -> None:
+    """End the turn of who has none."""

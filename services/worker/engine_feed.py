@@ -116,13 +116,14 @@ class EngineFeed:
         for sampled in result.sampled:
             if sampled.local_end and (attempt := self._find(sampled.sequence)) is not None:
                 self.keep_ended(sampled.sequence, attempt)
-        for sequence, _ in result.failed:
+        for sequence, *_ in result.failed:
             if (attempt := self._find(sequence)) is not None:
                 self.keep_ended(sequence, attempt)
         self._step(result)
-        for sequence, reason in result.failed:
+        for sequence, reason, is_spent in result.failed:
             key = (sequence.request_id, sequence.attempt)
-            self._step(SequenceFailed(key, reason, AttemptFailure.GRAMMAR))
+            code = AttemptFailure.ENGINE_FAILED if is_spent else AttemptFailure.GRAMMAR
+            self._step(SequenceFailed(key, reason, code))
         # Last, so that what is wrong with one costs the others nothing.
         assert not nobodys, _written_late(nobodys)
 

@@ -5,11 +5,12 @@ import asyncio
 from schemas import subjects
 from schemas.ids import WorkerId
 from schemas.message import Message
-from schemas.request import AskProgress, Progress, RefusalReason, ReserveBlocks, RunPrefill, refuse
+from schemas.request import AskProgress, Progress, RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
 from schemas.worker import DrainAnswered, DrainWorker
 from services.bus.typed import Received, TypedBus
 from services.telemetry import Telemetry
 from services.worker.core.events import AttemptAsked
+from services.worker.grammars import ToldGrammars
 from services.worker.observe.spans import times_of
 from services.worker.shell import Worker
 
@@ -17,13 +18,16 @@ from services.worker.shell import Worker
 class Inbox:
     """One worker's, those of its roles among them."""
 
-    def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus, telemetry: Telemetry) -> None:
+    def __init__(
+        self, worker: Worker, worker_id: WorkerId, bus: TypedBus, telemetry: Telemetry, answer_timeout_s: float
+    ) -> None:
         self._worker = worker
         self._cores = worker.cores
         self._measured = worker.measured
         self._worker_id = worker_id
         self._bus = bus
         self._telemetry = telemetry
+        self._grammars = ToldGrammars(bus, worker_id, answer_timeout_s)
 
     async def start_listening(self, tasks: asyncio.TaskGroup) -> None:
         """Return once all subscriptions are there."""
@@ -40,19 +44,22 @@ class Inbox:
         await self._worker.subscribe_all(tasks)
 
     async def _on_asked(self, received: Received[RunPrefill] | Received[ReserveBlocks]) -> Message | None:
-        """Let a role begin an attempt, unless another one of this worker has it: the engine could not tell them
-        apart."""
-        request, traceparent = received.message, received.traceparent
-        known = self._cores.find((request.request_id, request.attempt))
-        if (unproved := self._worker.unproved(request)) is not None:
-            reply = unproved
-        elif known is not None and type(known.request) is not type(request):
-            reply = refuse(request, RefusalReason.INVALID, "another role of this worker has this attempt already")
-        else:
-            asked = AttemptAsked(request, times_of(traceparent, self._telemetry.clock.ahead_ns), traceparent)
-            reply = self._worker.step(asked, received.subject)
+        """Let a role begin an attempt."""
+        request = received.message
+        reply = self._worker.unproved(request)
+        if reply is None:
+            found = await self._grammars.with_text(request)
+            reply = found if isinstance(found, Refused) else self._begin(found, received.traceparent, received.subject)
         self._measured.refused("run" if isinstance(request, RunPrefill) else "reserve", reply)
         return reply
+
+    def _begin(self, request: RunPrefill | ReserveBlocks, traceparent: str, cause: str) -> Message | None:
+        """The same, unless another role of this worker has the attempt: the engine could not tell them apart."""
+        known = self._cores.find((request.request_id, request.attempt))
+        if known is not None and type(known.request) is not type(request):
+            return refuse(request, RefusalReason.INVALID, "another role of this worker has this attempt already")
+        asked = AttemptAsked(request, times_of(traceparent, self._telemetry.clock.ahead_ns), traceparent)
+        return self._worker.step(asked, cause)
 
     async def _on_progress(self, received: Received[AskProgress]) -> Progress:
         """Say what an attempt has come to here."""

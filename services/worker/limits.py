@@ -101,6 +101,9 @@ SPARE_SHARE = 4
 LEAVING_SHARE = 2
 """Of what is free or kept for its content only a worker gives up to a half for the blocks of one that leaves."""
 
+MAX_TOLD_GRAMMAR_CHARACTERS = 2 * 1024 * 1024
+"""Long grammars that gateways have told are kept up to here, those asked for last."""
+
 # Stopping.
 
 

@@ -41,7 +41,8 @@ async def run_roles(
     try:
         async with asyncio.TaskGroup() as tasks:
             await worker.begin_serving(tasks)
-            await Inbox(worker, parts.worker_id, bus, telemetry).start_listening(tasks)
+            timeout_s = config.times.worker.answer_timeout_s
+            await Inbox(worker, parts.worker_id, bus, telemetry, timeout_s).start_listening(tasks)
             worker.reporter.publish_joined()
             timers = Timers(worker, worker.cores, parts.worker_id, bus, config.times)
             timing = tasks.create_task(timers.run(), name="timers")

@@ -173,15 +173,22 @@ def test_answers_that_use_up_what_all_share_cost_the_others_nothing(
     few = module.LLParserLimits(max_lexer_states=300, verbose_errors=False)
     monkeypatch.setattr(module, "_LIMITS", few)
     text = "start: /([a-z]{2,40}[0-9]{2,40}){1,9}z/"
-    spent = False
+    met: list[bool] = []
     for seed in range(8):
         grammar = demo.grammar(text)
         try:
             demo.walk(grammar, seed, max_tokens=100)
-        except GrammarError:
-            spent = True
+        except GrammarError as error:
+            met.append(error.is_spent)
         assert demo.grammar(text).allowed([]).any(), "a new answer"
-    assert spent, "the limit was reached"
+    assert True in met, "it shared the grammar, and goes on with another one"
+
+
+def test_an_answer_that_uses_up_a_grammar_alone_has_ended(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LIMITS", module.LLParserLimits(max_lexer_states=60, verbose_errors=False))
+    with pytest.raises(GrammarError, match="too many states") as raised:
+        demo.walk(demo.grammar("start: /([a-z]{2,40}[0-9]{2,40}){1,9}y/"), 1, max_tokens=100)
+    assert not raised.value.is_spent
 
 
 # Grammars.

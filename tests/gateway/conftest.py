@@ -109,6 +109,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
             async with http, client:
                 yield Rig(mesh, served, url, http, client, spans, telemetry, answer, stop, serving, metrics)
             mesh.gate.set()
+            mesh.place_gate.set()
             stop.set()
             await serving
             await mesh.bus.close()

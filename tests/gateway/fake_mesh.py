@@ -84,9 +84,12 @@ class FakeMesh:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Tokens from index 1 on wait for it."""
+    place_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """The scheduler's answers wait for it."""
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.gate.set()
+        self.place_gate.set()
         self.tasks = tasks
         self.bus = TypedBus(self.connection, "fake")
         if self.serves_scheduler:
@@ -126,6 +129,7 @@ class FakeMesh:
         self.places.append(request)
         self.place_traces.append(received.traceparent)
         await self._notify()
+        await self.place_gate.wait()
         free = [w for w in PREFILL_WORKERS if w not in request.excluded_workers]
         decoders = [w for w in DECODE_WORKERS if w not in request.excluded_workers]
         if self.refusal or not free or not decoders:

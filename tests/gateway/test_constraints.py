@@ -437,6 +437,32 @@ def test_too_many_bounds_to_try(demo: Checkpoint) -> None:
     assert refusal(demo, guided_json={**NUMBER, "allOf": ways}).code == "invalid_schema"
 
 
+@pytest.mark.parametrize("is_within", [False, True])
+def test_names_that_may_be_left_out_are_bounded(demo: Checkpoint, *, is_within: bool) -> None:
+    """Beyond it the library gives an answer up in its midst."""
+
+    def schema(num_names: int) -> dict[str, Any]:
+        names = {f"n{number}": WHOLE for number in range(num_names)}
+        found = {"type": "object", "properties": names, "required": ["n1"]}
+        return {"type": "array", "items": found} if is_within else found
+
+    most = limits.MAX_OPTIONAL_NAMES + 1
+    text = "[%s]" if is_within else "%s"
+    assert demo.takes(constraint_of({"guided_json": schema(most)}, demo.check), text % '{"n1":5,"n7":3,"n9":0}')
+    message = refusal(demo, guided_json=schema(most + 1)).message
+    assert f"properties: {most} may be left out, and at most {most - 1} can be held" in message
+
+
+def test_choices_are_no_ways_each(demo: Checkpoint) -> None:
+    choices = [f"choice {number:04d}" for number in range(2_000)]
+    assert demo.takes(constraint_of({"guided_choice": choices}, demo.check), choices[1_234])
+
+
+def test_what_has_too_many_ways_at_its_beginning(demo: Checkpoint) -> None:
+    ways = " | ".join(f'"{number:04d}"' for number in range(2_000))
+    assert "over 1000 ways" in refusal(demo, guided_grammar=f"start: {ways}").message
+
+
 def test_a_schema_that_is_nested_without_end(demo: Checkpoint) -> None:
     schema: Any = {}
     for depth in range(700):

@@ -13,6 +13,7 @@ from schemas.ids import WorkerId
 from schemas.request import AttemptFailure, RefusalReason, RequestTokens
 from schemas.worker import WorkerInfo, WorkerJoined
 from services.bus.memory import MemoryBus
+from services.gateway import limits
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 
@@ -296,3 +297,31 @@ async def test_what_nobody_foresaw_ends_one_request_only(rig: Rig, monkeypatch: 
     assert "RuntimeError" in failed.json()["error"]["message"]
     await rig.mesh.lose("d1")
     assert (await served).json()["choices"][0]["text"] == rig.text
+
+
+@pytest.mark.parametrize("refusal", [None, RefusalReason.OVERLOADED])
+async def test_a_tenant_s_placements_are_asked_for_a_few_at_a_time(
+    open_rig: OpenRig, refusal: RefusalReason | None
+) -> None:
+    """A scheduler serves one after another: who comes behind hundreds of one tenant's would wait for all of them."""
+    keys, most = {"key-a": "a", "key-b": "b"}, limits.PLACED_AT_ONCE
+    async with open_rig(gateway={"tenants": keys}, times={"place_turn_s": 3_600}, refusal=refusal) as rig:
+
+        async def ask(key: str, num_prompts: int) -> int:
+            body = {"model": rig.model.name, "prompt": ["Q"] * num_prompts, "max_tokens": 1}
+            answer = await rig.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            return answer.status_code
+
+        rig.mesh.place_gate.clear()
+        many = asyncio.create_task(ask("key-a", 4 * most))
+        await rig.mesh.until(lambda: len(rig.mesh.places) == most)
+        one = asyncio.create_task(ask("key-b", 1))
+        await rig.mesh.until(lambda: len(rig.mesh.places) > most)
+        assert [place.tenant for place in rig.mesh.places] == ["a"] * most + ["b"]
+        rig.mesh.place_gate.set()
+        if refusal is None:
+            assert [await many, await one] == [200, 200]
+            assert len(rig.mesh.places) == 4 * most + 1
+        else:
+            assert [await many, await one] == [429, 429]
+            assert len(rig.mesh.places) == most + 1, "none of those behind is asked for in vain"

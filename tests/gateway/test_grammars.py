@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from schemas import subjects
+from schemas.request import AskGrammar, digest_of_grammar
 from services.config import MeshConfig
 from services.gateway import limits
 from services.gateway.api.constraints import Constraint, Written
@@ -21,6 +23,7 @@ from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.turn import Turn
 from services.times import GatewayTimes
 from tests.engine.grammar_rig import Checkpoint
+from tests.gateway.conftest import Rig
 from tests.waiting import until
 
 TIMEOUT_S = 60.0
@@ -239,3 +242,28 @@ async def test_who_goes_away_takes_nobody_s_turn() -> None:
     go.set()
     await asyncio.gather(first, stays)
     assert order == ["a", "c"] and gone.cancelled()
+
+
+async def test_a_long_grammar_stays_with_the_gateway_which_tells_it(rig: Rig) -> None:
+    choices = ["x" * 3_000, "y" * 3_000]
+    body = {"model": rig.model.name, "prompt": "Q", "n": 3, "max_tokens": 2, "guided_choice": choices}
+    rig.mesh.gate.clear()
+    asked = asyncio.create_task(rig.http.post("/v1/completions", json=body))
+    await rig.mesh.until(lambda: len(rig.mesh.runs) == 3)
+    for run in rig.mesh.runs:
+        question = AskGrammar(request_id=run.request_id, attempt=1, deadline_ms=run.deadline_ms)
+        told = await rig.mesh.bus.ask(subjects.GRAMMAR, (run.gateway_id,), question, 5)
+        assert not run.sampling.grammar and choices[1] in told.grammar
+        assert digest_of_grammar(told.grammar) == run.sampling.grammar_digest
+    rig.mesh.gate.set()
+    assert (await asked).status_code == 200
+    run = rig.mesh.runs[0]
+    question = AskGrammar(request_id=run.request_id, attempt=1, deadline_ms=run.deadline_ms)
+    assert not (await rig.mesh.bus.ask(subjects.GRAMMAR, (run.gateway_id,), question, 5)).grammar, "it is over"
+
+
+async def test_what_fits_into_no_message_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(rig.mesh.bus.connection), "max_bytes", 10_000)
+    body = {"model": rig.model.name, "prompt": "Q", "max_tokens": 2, "guided_choice": ["x" * 4_000, "y" * 4_000]}
+    refused = await rig.http.post("/v1/completions", json=body)
+    assert refused.status_code == 413 and refused.json()["error"]["param"] == "guided_choice"

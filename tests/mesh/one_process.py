@@ -4,7 +4,7 @@ In a test with virtual time engines and streams are cooperative threads and a st
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from schemas.request import (
     TransferReport,
     Wanted,
 )
-from schemas.subjects import CarriesT, Subject
+from schemas.subjects import CarriesT, ReplyT, Subject
 from schemas.worker import DescribeFleet, WorkerLoad, WorkerRole
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.bus.memory import MemoryBroker, MemoryBus
@@ -298,6 +298,11 @@ class Client:
     async def listen(self, subject: Subject[CarriesT, Any], handle: Callable[[Received[CarriesT]], None]) -> None:
         await self.bus.listen(self._tasks, subject, ("*",), handle)
         await self.bus.connection.flush()
+
+    async def serve(
+        self, subject: Subject[CarriesT, ReplyT], handle: Callable[[Received[CarriesT]], Awaitable[ReplyT]]
+    ) -> None:
+        await self.bus.serve(self._tasks, subject, (self.gateway_id,), handle)
 
     async def ask_progress(self, worker_id: str, request_id: str, index: int) -> Progress:
         question = AskProgress(request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 10_000, index=index)

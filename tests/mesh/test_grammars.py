@@ -4,10 +4,23 @@ engine never waits for one."""
 import asyncio
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 
-from schemas.ids import WorkerId
-from schemas.request import AttemptFailure, SamplingParams
+from schemas import subjects
+from schemas.block import pack_tokens
+from schemas.ids import RequestId, WorkerId
+from schemas.request import (
+    AskGrammar,
+    AttemptFailure,
+    GrammarTold,
+    RefusalReason,
+    Refused,
+    RunPrefill,
+    SamplingParams,
+    digest_of_grammar,
+)
+from services.bus.typed import Received
 from services.engine.fake import fake_answer
 from services.engine.interface import Grammar
 from services.runtime import now_ms
@@ -120,4 +133,61 @@ async def test_a_grammar_that_cannot_be_understood_fails_its_request_alone(route
         assert failed.failure is not None and not failed.failure.retryable and not failed.tokens
         assert failed.failure.code is AttemptFailure.GRAMMAR and "'nonsense'" in failed.failure.detail
         same_tokens(answer.token_ids, expected(good))
+        await client.until_free()
+
+
+LONG = "brackets 2" + " " * 5_000
+
+
+def long_grammar(text: str) -> "Future[Grammar]":
+    return GRAMMARS.compile(text.strip())
+
+
+def told_by_digest(seed: int = 0) -> SamplingParams:
+    return msgspec.structs.replace(wanted(seed=seed), grammar="", grammar_digest=digest_of_grammar(LONG))
+
+
+def told(asked: AskGrammar, text: str) -> GrammarTold:
+    return GrammarTold(request_id=asked.request_id, attempt=asked.attempt, deadline_ms=asked.deadline_ms, grammar=text)
+
+
+async def test_a_long_grammar_is_told_to_each_worker_once() -> None:
+    told_to: list[AskGrammar] = []
+
+    async def tell(received: Received[AskGrammar]) -> GrammarTold:
+        told_to.append(received.message)
+        return told(received.message, LONG)
+
+    workers = (make_parts(*of, start_grammar=long_grammar) for of in (("p-0", "prefill"), ("d-0", "decode")))
+    async with one_process_mesh(*workers) as client:
+        await client.serve(subjects.GRAMMAR, tell)
+        asked = (client.complete(f"r{seed}", PROMPT, told_by_digest(seed), route=SPLIT) for seed in range(6))
+        for seed, answer in enumerate(await asyncio.gather(*asked)):
+            same_tokens(answer.token_ids, expected(wanted(seed=seed)))
+        assert len(told_to) == 2, "one question of each worker"
+        await client.until_free()
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ("", RefusalReason.DEADLINE),
+        ("brackets 2", RefusalReason.INVALID),
+        (None, RefusalReason.OVERLOADED),
+    ],
+    ids=["request is over", "another text", "nobody answers"],
+)
+async def test_without_its_grammar_no_attempt_begins(says: str | None, reason: RefusalReason) -> None:
+    async def tell(received: Received[AskGrammar]) -> GrammarTold:
+        return told(received.message, says or "")
+
+    async with one_process_mesh(make_parts("d-0", "decode", start_grammar=long_grammar)) as client:
+        if says is not None:
+            await client.serve(subjects.GRAMMAR, tell)
+        run = RunPrefill(
+            request_id=RequestId("r0"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
+            prompt=pack_tokens(PROMPT), sampling=told_by_digest(),
+        )  # fmt: skip
+        refused = await client.bus.ask(subjects.RUN, ("d-0",), run, 30)
+        assert isinstance(refused, Refused) and refused.reason is reason
         await client.until_free()

@@ -43,7 +43,7 @@ WORKER = {
     subjects.DRAIN,
 }
 SERVED: dict[str, set[Subject[Any, Any]]] = {
-    "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
+    "gateway": {subjects.WANTED, subjects.GRAMMAR, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
     "scheduler": {subjects.PLACE, subjects.FLEET, subjects.LEAVE, subjects.TIME},
     "directory": {subjects.LOCATE, subjects.DIRECTORY_STATUS, subjects.HEAT},
     "prefill": WORKER,

@@ -52,6 +52,7 @@ from schemas.observe import (
     WorkerDescribed,
 )
 from schemas.request import (
+    AskGrammar,
     AskProgress,
     AskWanted,
     AttemptEnd,
@@ -59,6 +60,7 @@ from schemas.request import (
     AttemptId,
     CancelRequest,
     FirstTokenTimes,
+    GrammarTold,
     KVSource,
     Placement,
     PlacementTerms,
@@ -132,6 +134,7 @@ SAMPLING = SamplingParams(
     allowed_token_ids=(5, 6, 7),
     bad_words=((5,), (6, 7)),
     grammar='start: "yes" | "no"',
+    grammar_digest=bytes(range(16)),
     logprobs=5,
     prompt_logprobs=0,
 )
@@ -410,6 +413,8 @@ EXAMPLES: tuple[Message, ...] = (
         max_tokens=16,
         detail="attempt 1: decode-0 has left: died",
     ),
+    AskGrammar(**REQUEST),
+    GrammarTold(**REQUEST, grammar='start: "yes" | "no"'),
     AskWanted(worker_id=TARGET, attempts=(AttemptId(request_id=RequestId("req-1"), attempt=2),)),
     Wanted(unwanted=(AttemptId(request_id=RequestId("req-1"), attempt=2),)),
 )

@@ -234,7 +234,7 @@ class VllmSteps:
         if isinstance(outcome, GrammarError):
             if not output.finished:
                 self._engine.abort(self._names[_key(sequence)])
-            failed.append(FailedSequence(self._forget(_key(sequence)), str(outcome)))
+            failed.append(FailedSequence(self._forget(_key(sequence)), str(outcome), outcome.is_spent))
             return
         if token_ids != ([] if outcome is None else [outcome.token_id]):
             raise EngineLostError(f"vLLM gives {name} tokens {token_ids}, and what was chosen is {outcome}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from litestar.types import Receive, Scope, Send
 
 from schemas.request import FinishReason
+from services.gateway import limits
 from services.gateway.api.choice import Choice
 from services.gateway.api.openai import Options
 from services.gateway.api.replies import (
@@ -67,13 +68,11 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, observer = self._call, self._observer
         self._silent_until_s = asyncio.get_running_loop().time() + self._times.first_output_s
-        for number, job in enumerate(call.jobs):
-            self._lives.append(self._requests.submit(job, number, self._mailbox))
-        observer.submitted(call.num_prompt_tokens, self._lives[0].times.submitted_ns)
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(self._watch(receive), name=f"watch client of {observer.request_id}")
             try:
                 async with asyncio.timeout(call.timeout_s + self._times.write_grace_s):
+                    await self._submit_all()
                     await self._respond(send)
             except TimeoutError:
                 self._outcome, self._error = "slow_client", "the client did not read its answer by the deadline"
@@ -90,6 +89,14 @@ class Answer:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._abandon("the client has disconnected")
+
+    async def _submit_all(self) -> None:
+        """Start all choices; others have their turn between some of them and the next."""
+        for number, job in enumerate(self._call.jobs):
+            if number and number % limits.SUBMITTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            self._lives.append(self._requests.submit(job, number, self._mailbox))
+        self._observer.submitted(self._call.num_prompt_tokens, self._lives[0].times.submitted_ns)
 
     async def _respond(self, send: Send) -> None:
         """Write what the choices put out until all have ended, or one has failed."""

@@ -278,7 +278,8 @@ def _choice(choices: list[str], param: str) -> Written:
         raise too_large(param, "characters", num_characters, limits.MAX_CLIENT_GRAMMAR_CHARACTERS, "invalid_grammar")
     if longest > limits.MAX_LITERAL_CHARACTERS:
         raise too_large(param, "characters in one", longest, limits.MAX_LITERAL_CHARACTERS, "invalid_grammar")
-    return Written(param, "lark", f"start: {' | '.join(map(json.dumps, dict.fromkeys(choices)))}")
+    # In a terminal: of rules each choice would be one more way to go on, at every place.
+    return Written(param, "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, dict.fromkeys(choices)))}")
 
 
 def _grammar(text: str, param: str) -> Written:

@@ -98,9 +98,10 @@ def check_schema(schema: Schema, param: str) -> None:
             if reason:
                 where = pointer((*place, keyword))
                 raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
-        if reason := _free_names(each):
-            where = pointer((*place, "minProperties"))
-            raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
+        for keyword, reason in (("minProperties", _free_names(each)), ("properties", _optional_names(each))):
+            if reason:
+                where = pointer((*place, keyword))
+                raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
     try:
         TopologicalSorter({place: list(_needed(place, each, known)) for place, each in known.items()}).prepare()
     except CycleError as error:
@@ -270,15 +271,28 @@ def _values(value: Any) -> Iterator[Any]:
 
 def _free_names(schema: dict[str, Any]) -> str:
     """Return why the least number of names is not held; "": it is. A name that is no property's may come twice."""
-    required: Any = schema.get("required")
     least: Any = schema.get("minProperties")
-    names = (
-        {each for each in cast("list[Any]", required) if isinstance(each, str)} if isinstance(required, list) else ()
-    )
+    names = _required_names(schema)
     are_free = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
     if not are_free or not isinstance(least, int | float) or least <= len(names) + 1:
         return ""
     return f"at most {len(names) + 1} can be held here, as one name may come twice: name what is `required`"
+
+
+def _optional_names(schema: dict[str, Any]) -> str:
+    """Return why there are too many properties that may be left out: each may come next where one has ended."""
+    properties: Any = schema.get("properties")
+    names = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
+    num_optional = len(names - _required_names(schema))
+    if num_optional <= limits.MAX_OPTIONAL_NAMES:
+        return ""
+    return f"{num_optional} may be left out, and at most {limits.MAX_OPTIONAL_NAMES} can be held: name some `required`"
+
+
+def _required_names(schema: dict[str, Any]) -> set[str]:
+    required: Any = schema.get("required")
+    names = cast("list[Any]", required) if isinstance(required, list) else []
+    return {each for each in names if isinstance(each, str)}
 
 
 def _strings(keyword: str, value: Any) -> Iterator[str]:

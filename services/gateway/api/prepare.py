@@ -12,6 +12,7 @@ from dataplane.blocks.layout import KVLayout
 from schemas.block import BLOCK_HASH_BYTES, TOKEN_BYTES
 from schemas.ids import RequestId
 from schemas.logprobs import num_message_bytes
+from schemas.request import CARRIED_GRAMMAR_BYTES
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import ToolFormat
 from services.gateway import limits
@@ -112,7 +113,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
         check_together(constraint, ignore_eos=ignore_eos, allowed_token_ids=allowed)
     sampling = msgspec.structs.replace(options.sampling, bad_words=bad_words)
     options = msgspec.structs.replace(options, sampling=sampling)
-    num_fitting = _num_fitting(model, options, constraint, max_bytes)
+    num_fitting = _num_fitting(model, options, max_bytes, has_grammar=constraint is not None)
     max_tokens = [_max_tokens(model, options, len(ids), num_fitting, default, param, max_bytes) for ids in token_ids]
     shown_ids = codec.ids_shown(codec.added_ids if options.shows_special else reading.shown)
     ends = [codec.prompt_end(prompt, shown_ids) for prompt in token_ids]
@@ -250,9 +251,9 @@ def _check_prompt_logprobs(num_prompt: int, num_top: int, max_bytes: int) -> Non
         raise InvalidRequestError(message, "prompt_logprobs", "request_too_large", 413)
 
 
-def _num_fitting(model: GatewayModel, options: Options, constraint: Constraint | None, max_bytes: int) -> int:
+def _num_fitting(model: GatewayModel, options: Options, max_bytes: int, *, has_grammar: bool) -> int:
     """Return how many tokens a message of the bus holds, as they are or as the hashes of their blocks, in base64."""
-    num_grammar = 0 if constraint is None else limits.GRAMMAR_BYTES_A_BYTE * len(msgspec.json.encode(constraint))
+    num_grammar = CARRIED_GRAMMAR_BYTES if has_grammar else 0
     left = max_bytes - len(msgspec.json.encode(options.sampling)) - num_grammar - limits.ENVELOPE_BYTES
     num_bytes = max(0, left) // 4 * 3
     return min(num_bytes // TOKEN_BYTES, num_bytes // BLOCK_HASH_BYTES * model.layout.block_size)

@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -410,7 +410,7 @@ async def _call(
             for end in prepared.ends:
                 constraint = msgspec.structs.replace(prepared.constraint, behind_space=end.drops_space)
                 grammars += [await gateway.grammars.grammar_of(constraint, owner)] * options.n
-            _check_room(gateway.requests, tenant, prepared.constraint, grammars)
+            _check_room(gateway, tenant, prepared.constraint, set(grammars))
         jobs = [job.held_to(grammar) for job, grammar in zip(jobs, grammars, strict=True)]
     texts = TokenTexts(model.codec.token_bytes, model.codec.first_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())
@@ -430,17 +430,17 @@ async def _call(
     )
 
 
-def _check_room(requests: Requests, tenant: str, constraint: Constraint, grammars: Sequence[str]) -> None:
-    """See that what a tenant's answers must be, all together, is not too much for the way to the workers, where each
-    takes its own. Raises InvalidRequestError and NotNowError."""
-    most, param, num_characters = limits.MAX_LIVE_GRAMMAR_CHARACTERS, constraint.param, sum(map(len, grammars))
-    asked = f"`{param}` comes to {num_characters} characters in {len(grammars)} answers"
-    if num_characters > most:
-        message = f"{asked}: at most {most} are taken, so ask for fewer answers at once"
-        raise InvalidRequestError(message, param, constraint.code)
-    if num_characters + requests.num_grammar_characters(tenant) > most:
-        message = f"{asked}, and those of your answers under way leave no room for that: they may have {most}"
-        raise NotNowError("rate_limit_exceeded", message, 429)
+def _check_room(gateway: Gateway, tenant: str, constraint: Constraint, grammars: set[str]) -> None:
+    """See that what answers must be fits into a message each, and all of a tenant's, those under way among them, into
+    its share of memory. Raises InvalidRequestError and NotNowError."""
+    most = gateway.bus.connection.max_bytes - limits.ENVELOPE_BYTES
+    if (longest := max(len(msgspec.json.encode(grammar)) for grammar in grammars)) > most:
+        message = f"`{constraint.param}` comes to {longest} bytes, and at most {most} fit into a message: simplify it"
+        raise InvalidRequestError(message, constraint.param, "request_too_large", 413)
+    most = limits.MAX_LIVE_GRAMMAR_CHARACTERS
+    if sum(map(len, gateway.requests.grammars(tenant) | grammars)) > most:
+        message = f"what your answers under way must be leaves no room for `{constraint.param}`: it may have {most} "
+        raise NotNowError("rate_limit_exceeded", message + "characters all together", 429)
 
 
 def _own_names(responses: Responses | None) -> contextlib.AbstractContextManager[None]:

@@ -3,13 +3,22 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import msgspec
 
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, TokenIds, WorkerId
 from schemas.logprobs import Logprobs, TokenLogprob, unpack_logprobs
-from schemas.request import PlaceRequest, RequestTokens, ReserveBlocks, RunPrefill, SamplingParams
+from schemas.request import (
+    CARRIED_GRAMMAR_BYTES,
+    PlaceRequest,
+    RequestTokens,
+    ReserveBlocks,
+    RunPrefill,
+    SamplingParams,
+    digest_of_grammar,
+)
 from services.gateway import limits
 from services.gateway.request.events import AskPlacement, SendReserve, SendRun, TokensReceived
 
@@ -49,6 +58,20 @@ class Job:
     def held_to(self, grammar: str) -> "Job":
         """Return the same, whose answer must be what a grammar says."""
         return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
+
+    def sampling_sent(self) -> SamplingParams:
+        """Return `sampling` as it travels: with the digest of a long grammar in place of it."""
+        digest = _digest_of_long(self.sampling.grammar)
+        if not digest:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, grammar="", grammar_digest=digest)
+
+
+@lru_cache(maxsize=limits.MAX_CHOICES)
+def _digest_of_long(grammar: str) -> bytes:
+    """Return the digest of a grammar that is too long to travel with each attempt; of another one nothing."""
+    is_short = len(msgspec.json.encode(grammar)) <= CARRIED_GRAMMAR_BYTES
+    return b"" if is_short else digest_of_grammar(grammar)
 
 
 def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
@@ -123,7 +146,7 @@ def run_message(job: Job, proof: bytes, gateway_id: GatewayId, action: SendRun, 
         deadline_ms=job.deadline_ms,
         gateway_id=gateway_id,
         prompt=prompt.token_ids,
-        sampling=job.sampling,
+        sampling=job.sampling_sent(),
         handoff_id=action.handoff_id,
         decode_worker=action.decode_worker,
         sources=action.sources,
@@ -145,7 +168,7 @@ def reserve_message(
         handoff_id=action.handoff_id,
         prefill_worker=action.prefill_worker,
         prompt=prompt.token_ids,
-        sampling=job.sampling,
+        sampling=job.sampling_sent(),
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,

@@ -42,7 +42,8 @@ while not is_over.is_set():
     started = time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", {port}, timeout=60)
     connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
     connection.close()
     slowest = max(slowest, time.monotonic() - started)
     time.sleep(0.02)
