@@ -15,7 +15,7 @@ from schemas.ids import is_subject_token
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
 from schemas.observe import DescribeRequest, RequestDescribed
 from schemas.permissions import ALL
-from schemas.request import CancelRequest, PlaceRequest, ReserveBlocks, RunPrefill
+from schemas.request import AskGrammar, CancelRequest, PlaceRequest, ReserveBlocks, RunPrefill
 from schemas.subjects import SUBJECTS
 from services.bus.base import BusError, Subscription
 from services.bus.memory import matches
@@ -183,6 +183,8 @@ def _describe(message: Message, tokens: tuple[str, ...]) -> tuple[str, str]:
             return tokens[3], f"attempt {attempt}, KV from {prefill}"
         case CancelRequest(attempt=attempt, reason=reason):
             return "workers", f"attempt {attempt}: {reason}"
+        case AskGrammar():
+            return tokens[3], "a worker asks what the answer must be"
         case LocateBlocks(block_hashes=hashes):
             return "directory", f"{len(hashes) // 16} blocks"
         case kv.RequestLease(reader=reader, block_hashes=hashes):

@@ -1,6 +1,7 @@
 """The engine's process: how it starts and ends, whatever it says, and what crosses the border."""
 
 import errno
+import gc
 import os
 import signal
 import socket
@@ -195,11 +196,13 @@ def test_where_no_process_is_to_be_had_it_is_tried_again(rig: Rig, caplog: pytes
 
 
 def test_a_failed_start_leaves_no_descriptor(rig: Rig) -> None:
-    order, before = fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce), num_descriptors()
+    order = fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce)
+    gc.collect()  # what others have left
+    before = num_descriptors()
     for _ in range(10):
         with pytest.raises(BlockingIOError):
             EngineChild(order, "decode-0", no_process)
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
 
 
 def test_an_engine_that_does_not_load_in_time_is_ended(rig: Rig) -> None:

@@ -119,7 +119,7 @@ class Rig:
             self.answers.setdefault(request_id, []).append(token.token_id)
             if token.local_end:
                 self.events.put(("ended", request_id, token.finish_reason or ""))
-        for sequence, reason in result.failed:
+        for sequence, reason, _ in result.failed:
             self.events.put(("failed", sequence.request_id, reason))
 
     def on_failure(self, sequences: list[Sequence], reason: str) -> None:

@@ -146,5 +146,5 @@ def test_what_vllm_does_not_take_once_it_has_room_fails_alone(monkeypatch: pytes
     monkeypatch.setattr(FakeVllm, "add_request", refuse)
     answers = world.run()
     assert list(answers) == ["r"] and not world.link.tracked
-    failed = [failure for result in world.results for failure in result.failed]
+    failed = [failure[:2] for result in world.results for failure in result.failed]
     assert failed == [(refused, "vLLM does not take s.1: too long")]

@@ -23,6 +23,12 @@ FINDINGS: Mapping[str, tuple[str, ...]] = {
     "https, other sites' pages, Host": ("gateway/test_tls.py", "gateway/test_http.py"),
     "absurd numbers": ("wire/test_extremes.py", "gateway/test_bad_input.py", "directory"),
     "grammars took the gateway's memory and time": ("gateway/test_grammars.py", "style/test_patterns.py"),
+    "a ticket opened several streams": ("plane/test_bad_references.py",),
+    "one tenant held up the others": (
+        "worker/test_tenants_in_turn.py", "engine/test_batch.py", "gateway/test_unsent.py", "gateway/test_failures.py",
+        "mesh/test_grammars.py",
+    ),
+    "a revoked identity stayed; anybody answered `$SRV`": ("wire/test_members.py", "wire/test_permissions.py"),
     "malformed frames": ("plane/test_strangers.py",),
 }  # fmt: skip
 """Files or folders below tests/."""
