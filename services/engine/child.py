@@ -6,6 +6,7 @@ Its main thread is the engine's; another one reads what the worker says.
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import socket
@@ -44,6 +45,8 @@ from services.engine.thread import EngineStoppedError, EngineThread
 from services.errors import UserError
 from services.metrics import library_text
 from services.runtime import configure_logging
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -96,6 +99,9 @@ class EngineServer:
                     self._take(message)
         except EOFError:
             os._exit(0)  # nobody is there for whom to compute
+        except BaseException:
+            log.exception("hearing the worker has failed")
+            os._exit(1)  # who hears nothing computes what nobody wants; the worker starts another one
 
     def _take(self, message: ToEngine) -> None:
         match message:

@@ -59,6 +59,11 @@ def in_step(rig: Rig, **more: object) -> None:
     assert rig.in_step.wait(TIMEOUT)
 
 
+def again(rig: Rig) -> LoadEngine:
+    """What an engine is told once only."""
+    return fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce)
+
+
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
@@ -66,8 +71,9 @@ def in_step(rig: Rig, **more: object) -> None:
         (lambda rig: rig.child.process.send_signal(signal.SIGSEGV), "the engine's process was killed by SIGSEGV"),
         (lambda rig: (rig.fail(fake_child.DIES), rig.gate.set()), "the engine's process ended with code 7"),
         (lambda rig: (rig.fail(fake_child.BABBLES), rig.gate.set()), "the engine's process says what makes no sense"),
+        (lambda rig: rig.child.channel.send_message(again(rig)), "the engine's process ended with code 1"),
     ],
-    ids=["kill", "fault", "exit", "nonsense"],
+    ids=["kill", "fault", "exit", "nonsense", "what it cannot hear"],
 )
 def test_a_process_that_ends_fails_all_that_it_had(rig: Rig, end: Callable[[Rig], object], reason: str) -> None:
     in_step(rig)
