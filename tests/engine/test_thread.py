@@ -31,7 +31,6 @@ from services.engine.rules import check_sequence
 from services.engine.spawn import EngineChild, SpareEngines
 from services.engine.thread import EngineStoppedError, EngineThread
 from tests.engine import fake_child
-from tests.engine.quiet import no_grammar
 from tests.waiting import wait_until
 
 VOCAB = 256
@@ -81,7 +80,7 @@ class Rig:
         self._error: Exception | None = None
         memory = memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes))
         steps = BatchSteps(FakeEngine(shape, memory, before_step=self.before_step), Batch(token_budget))
-        self.thread = EngineThread(steps, no_grammar, callbacks)
+        self.thread = EngineThread(steps, fake_child.GRAMMARS.compile, callbacks)
 
     def before_step(self, items: Seq[StepItem]) -> None:
         self.in_step.set()
