@@ -44,10 +44,12 @@ def spawn_child(name: str, fds: tuple[int, int, int], *, num_threads: int) -> "s
     environment = KEEPS_MEMORY | child_environment() | {"OMP_NUM_THREADS": str(num_threads)}
     module = "services.engine.child"
     arguments = [sys.executable, "-P", "-m", module, name, *map(str, fds), str(os.getpid())]
-    # What libraries print must not be taken for what the worker says.
+    # What libraries print must not be taken for what the worker says. Linux shares processors out among sessions first
+    # (sched(7), autogroup): in the worker's own, the worker would wait for its engine's share before it says a token.
     return subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environment, close_fds=True
-    )
+        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environment, close_fds=True,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 class EngineChild:

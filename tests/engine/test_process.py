@@ -33,7 +33,7 @@ from services.engine.border import (
 from services.engine.fake import fake_answer
 from services.engine.interface import GrammarError, InvalidSequenceError, Sequence
 from services.engine.process import submission
-from services.engine.spawn import KEEPS_MEMORY, EngineChild, ending
+from services.engine.spawn import KEEPS_MEMORY, EngineChild, ending, spawn_child
 from services.engine.thread import EngineStoppedError
 from services.errors import UserError
 from services.sim.brackets import Brackets
@@ -403,6 +403,18 @@ def test_it_ends_with_its_worker() -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_until(lambda: not _is_running(pid))
+
+
+def test_it_takes_nothing_of_its_worker_s_share_of_the_processors() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        number = theirs.fileno()
+        process = spawn_child("decode-0", (number, number, number), num_threads=1)
+        try:
+            assert os.getsid(process.pid) == process.pid != os.getsid(0)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _is_running(pid: int) -> bool:

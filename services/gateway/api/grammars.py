@@ -152,6 +152,7 @@ class _Child:
                     stdout=2,
                     pass_fds=(theirs.fileno(),),
                     env=child_environment(),
+                    start_new_session=True,  # as an engine's process: what it computes is not the gateway's share
                 )
             except OSError:
                 self.control.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dataplane.blocks.kept import Content
-from dataplane.blocks.layout import BlockTables, block_ids
+from dataplane.blocks.layout import BlockTables, num_distinct_blocks
 from dataplane.blocks.ticket import Ticket
 from dataplane.protocol.gate import LeaseRefusalReason, LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
@@ -159,11 +159,7 @@ class LeaseTable:
     @property
     def num_leased_blocks(self) -> int:
         """Blocks under at least one active lease, each counted once."""
-        leased: set[tuple[int, int]] = set()
-        for grant in self._active.values():
-            for group, table in enumerate(grant.tables):
-                leased.update((group, block) for block in block_ids(table.segments))
-        return len(leased)
+        return num_distinct_blocks(grant.tables for grant in self._active.values())
 
     def grant(
         self,

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from services.engine.interface import StepResult
 from services.telemetry import Telemetry
 from services.worker.core.actions import AttemptEnded, CloseLease, Submit
-from services.worker.core.attempts import AnyAttempt
-from services.worker.core.content import AttemptKey
 from services.worker.core.events import StreamEnded, TimePassed
 from services.worker.observe.journal import Journal
 from services.worker.observe.measured_rates import MeasuredRates
@@ -63,10 +61,6 @@ class WorkerObserver(HolderObserver):
 
     def _stepped(self, result: StepResult, actions: Sequence[object]) -> None:
         ended = {action.attempt.key: action.attempt for action in actions if isinstance(action, AttemptEnded)}
-
-        def find(key: AttemptKey) -> AnyAttempt | None:
-            return ended.get(key) or self._cores.find(key)
-
-        self._spans.stepped(result, find)
+        self._spans.stepped(result, lambda key: ended.get(key) or self._cores.find(key))
         self._rates.stepped(result)
         self._worker_measured.stepped(result)
