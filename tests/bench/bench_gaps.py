@@ -1,12 +1,14 @@
 """How tokens come to clients under load: the gaps between a stream's events, and how many tokens an event brings.
 
-    python -m tests.bench.bench_gaps [--streams 1,16,32] [--tokens 64] [--prompt 128] [--url URL] [--json]
+    python -m tests.bench.bench_gaps [--streams 1,16,32] [--tokens 64] [--prompt 128] [--text] [--url URL] [--json]
 
-So many streams are under way at a time, on a mesh of one prefill and one decode worker, each with a fresh prompt. What
-a socket gives is only marked with its time, and understood at the end: a client that is slow to read would find tokens
-together that came one after another. An event that was in one read with the event before it came together with it.
-Of each process it says for which part of the time it was ready to run and had no processor (the kernel's
-`schedstat`): who waits for one finds several steps' messages when it gets it.
+So many streams are under way at a time, on a mesh of one prefill and one decode worker, each with a fresh prompt.
+`--text`: prompts are text, and the model is so small (one layer) that what is measured is the mesh.
+
+What a socket gives is only marked with its time, and understood at the end: a client that is slow to read would find
+tokens together that came one after another. An event that was in one read with the event before it came together with
+it. Of each process it says for which part of the time it was ready to run and had no processor (the kernel's
+`schedstat`): who waits for one finds several steps' messages when it gets it; and what a request takes of one.
 """
 
 import argparse
@@ -17,20 +19,31 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from tokenizers import Tokenizer
+
 from services.bench.drive.arguments import parse_lengths
 from services.bench.drive.http_client import base_url, model_of, open_http
+from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.bench.drive.stats import percentile, rounded
 from services.bench.drive.workload import random_tokens
+from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import Supervisor, UpOptions
 
 OPTIONS = UpOptions(port=0, num_prefill=1, num_decode=1)
 VOCABULARY = 200
+WORDS = ("the", "red", "green", "blue", "stone", "river", "box", "lives", "has", "seven", "nine", "city", "of", "two")
+SMALL: dict[str, Any] = {
+    "hidden": 32, "num_layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "vocab": 1336,
+    "context_length": 16_384,
+}  # fmt: skip
+MakePrompt = Callable[[random.Random], str | list[int]]
 ROUNDS = 4
 """Answers of each stream, one after another; the first warms up."""
 
@@ -46,6 +59,7 @@ class Arrival(NamedTuple):
 class Figures(NamedTuple):
     streams: int
     tokens_per_s: float
+    first_token_p50_ms: float | None
     gap_p50_ms: float | None
     gap_p99_ms: float | None
     gap_max_ms: float | None
@@ -55,6 +69,20 @@ class Figures(NamedTuple):
     """The share of the events that came in one read with the event before them."""
     waited: dict[str, float] = {}
     """By process: its threads' time without a processor that they were ready for, in shares of the time."""
+    request_ms: dict[str, float] = {}
+    """By process: its threads' time on a processor, for each request."""
+
+
+class Answer(NamedTuple):
+    asked_s: float
+    arrivals: Sequence[Arrival]
+
+
+class Scheduled(NamedTuple):
+    """For how long the threads of a process that are there now have had a processor, and been ready for one."""
+
+    ran_s: float
+    waited_s: float
 
 
 class Reads(asyncio.Protocol):
@@ -88,13 +116,15 @@ def arrivals_of(parts: Sequence[tuple[float, bytes]]) -> list[Arrival]:
     return found
 
 
-def figures_of(num_streams: int, answers: Sequence[Sequence[Arrival]], tokens_per_s: float) -> Figures:
-    pairs = [pair for answer in answers for pair in pairwise(answer)]
+def figures_of(num_streams: int, answers: Sequence[Answer], tokens_per_s: float) -> Figures:
+    pairs = [pair for answer in answers for pair in pairwise(answer.arrivals)]
     gaps_ms = [1e3 * (after.at_s - before.at_s) for before, after in pairs]
-    events = [arrival for answer in answers for arrival in answer]
+    events = [arrival for answer in answers for arrival in answer.arrivals]
+    first_ms = [1e3 * (answer.arrivals[0].at_s - answer.asked_s) for answer in answers]
     return Figures(
         streams=num_streams,
         tokens_per_s=round(tokens_per_s, 1),
+        first_token_p50_ms=rounded(percentile(first_ms, 50)),
         gap_p50_ms=rounded(percentile(gaps_ms, 50)),
         gap_p99_ms=rounded(percentile(gaps_ms, 99)),
         gap_max_ms=rounded(percentile(gaps_ms, 100)),
@@ -103,89 +133,110 @@ def figures_of(num_streams: int, answers: Sequence[Sequence[Arrival]], tokens_pe
     )
 
 
-async def ask(url: str, body: dict[str, Any]) -> list[Arrival]:
+async def ask(url: str, body: dict[str, Any]) -> Answer:
     host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
     transport, reads = await asyncio.get_running_loop().create_connection(Reads, host, port)
     payload = json.dumps(body).encode()
+    asked_s = time.perf_counter()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
     transport.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
     await reads.ended.wait()
     arrivals = arrivals_of(reads.parts)
     assert sum(arrival.num_tokens for arrival in arrivals) == body["max_tokens"], reads.parts[:1]
-    return arrivals
+    return Answer(asked_s, arrivals)
 
 
-def waited_s(pid: int) -> float:
-    """Return for how long threads of a process that are there now have been ready and without a processor."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
+def scheduled(pid: int) -> Scheduled:
+    times = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return Scheduled(sum(int(ran) for ran, _, _ in times) / 1e9, sum(int(waited) for _, waited, _ in times) / 1e9)
 
 
-def broker_pid() -> dict[str, int]:
-    """Return the process of a broker that this one has started."""
-    ours = Path("/proc/self/task").glob("*/children")
-    pids = [int(pid) for children in ours for pid in children.read_text().split()]
-    found = [pid for pid in pids if "nats" in Path(f"/proc/{pid}/comm").read_text()]
-    return {"broker": found[0]} if found else {}
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in tasks for child in children.read_text().split()]
+
+
+def process_ids(supervisor: Supervisor) -> dict[str, int]:
+    """Return the processes that take part: ours, the broker, each service and the engine's of each worker."""
+    brokers = (pid for pid in children_of(os.getpid()) if "nats" in Path(f"/proc/{pid}/comm").read_text())
+    found = {"client": os.getpid(), "broker": next(brokers)}
+    for child in supervisor.children:
+        found[child.name] = child.process.pid
+        found |= {f"{child.name}'s child": pid for pid in children_of(child.process.pid)}
+    return found
+
+
+def write_text(rng: random.Random, tokenizer: Tokenizer, num_tokens: int) -> str:
+    """Return a text of about so many tokens."""
+    ids = tokenizer.encode(" ".join(rng.choices(WORDS, k=2 * num_tokens)), add_special_tokens=False).ids
+    return tokenizer.decode(ids[:num_tokens])
 
 
 async def load(
-    url: str, model: str, pids: Mapping[str, int], num_streams: int, num_tokens: int, num_prompt: int
+    url: str, model: str, pids: Mapping[str, int], num_streams: int, num_tokens: int, make_prompt: MakePrompt
 ) -> Figures:
     rng = random.Random(num_streams)
-    answers: list[list[Arrival]] = []
+    prompts = iter([make_prompt(rng) for _ in range(num_streams * ROUNDS)])
+    answers: list[Answer] = []
 
     async def client() -> None:
         for number in range(ROUNDS):
             body = {
                 "model": model,
-                "prompt": random_tokens(rng, num_prompt, VOCABULARY),
+                "prompt": next(prompts),
                 "max_tokens": num_tokens,
                 "ignore_eos": True,
                 "stream": True,
                 "return_token_ids": True,
             }
-            arrivals = await ask(url, body)
+            answer = await ask(url, body)
             if number:
-                answers.append(arrivals)
+                answers.append(answer)
 
-    before = {name: waited_s(pid) for name, pid in pids.items()}
+    before = {name: scheduled(pid) for name, pid in pids.items()}
     started_s = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(num_streams)))
     took_s = time.perf_counter() - started_s
+    after = {name: scheduled(pid) for name, pid in pids.items()}
     figures = figures_of(num_streams, answers, num_streams * ROUNDS * num_tokens / took_s)
     return figures._replace(
-        waited={name: round(max(0.0, waited_s(pid) - before[name]) / took_s, 3) for name, pid in pids.items()}
+        waited={name: round(max(0.0, after[name].waited_s - before[name].waited_s) / took_s, 3) for name in pids},
+        request_ms={
+            name: round(1e3 * (after[name].ran_s - before[name].ran_s) / (num_streams * ROUNDS), 2) for name in pids
+        },
     )
 
 
-async def measure(
-    url: str, pids: Mapping[str, int], streams: Sequence[int], num_tokens: int, num_prompt: int
-) -> list[Figures]:
+async def measure(url: str, pids: Mapping[str, int], options: argparse.Namespace) -> list[Figures]:
+    streams = parse_lengths(options.streams, "--streams", 1000)
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+
+    def make_prompt(rng: random.Random) -> str | list[int]:
+        if options.text:
+            return write_text(rng, tokenizer, options.prompt)
+        return random_tokens(rng, options.prompt, VOCABULARY)
+
     rows: list[Figures] = []
     async with open_http() as http:
         model = (await model_of(http, url)).id
     for number, num_streams in enumerate(streams, 1):
         sys.stderr.write(f"\r{num_streams} streams, {number} of {len(streams)} ")
-        rows.append(await load(url, model, pids, num_streams, num_tokens, num_prompt))
+        rows.append(await load(url, model, pids, num_streams, options.tokens, make_prompt))
     sys.stderr.write("\n")
     return rows
 
 
 async def run(options: argparse.Namespace) -> list[Figures]:
-    streams = parse_lengths(options.streams, "--streams", 1000)
     if options.url:
-        return await measure(base_url(options.url), {}, streams, options.tokens, options.prompt)
+        return await measure(base_url(options.url), {}, options)
     with tempfile.TemporaryDirectory() as folder:
-        supervisor = Supervisor(OPTIONS, Path(folder))
+        up = (
+            replace(OPTIONS, model=str(make_random_checkpoint(f"{folder}/model", **SMALL))) if options.text else OPTIONS
+        )
+        supervisor = Supervisor(up, Path(folder) / "run")
         try:
             await supervisor.start_all()
-            pids = (
-                {"client": os.getpid()}
-                | broker_pid()
-                | {child.name: child.process.pid for child in supervisor.children}
-            )
-            return await measure(supervisor.url, pids, streams, options.tokens, options.prompt)
+            return await measure(supervisor.url, process_ids(supervisor), options)
         finally:
             await supervisor.stop_all()
 
@@ -195,6 +246,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,16,32", help="under way at a time")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--text", action="store_true", help="prompts of text, for a model of one small layer")
     parser.add_argument("--url", default="", help="a running gateway's")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -204,12 +256,14 @@ def main() -> None:
         return
     for row in rows:
         print(
-            f"{row.streams:3} streams: {row.tokens_per_s:7.1f} tokens/s; gap p50 {row.gap_p50_ms} ms,",
+            f"{row.streams:3} streams: {row.tokens_per_s:7.1f} tokens/s; first token p50 {row.first_token_p50_ms} ms;",
+            f"gap p50 {row.gap_p50_ms} ms,",
             f"p99 {row.gap_p99_ms} ms, longest {row.gap_max_ms} ms;",
             f"{row.several_tokens:.1%} of the events bring several tokens, {row.together:.1%} came with another",
         )
         if row.waited:
             print("     without a processor:", ", ".join(f"{name} {share:.0%}" for name, share in row.waited.items()))
+            print("     a request:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in row.request_ms.items()))
 
 
 if __name__ == "__main__":

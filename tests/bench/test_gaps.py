@@ -2,7 +2,7 @@
 
 import json
 
-from tests.bench.bench_gaps import Arrival, arrivals_of, figures_of
+from tests.bench.bench_gaps import Answer, Arrival, arrivals_of, figures_of
 
 
 def event(*token_ids: int) -> bytes:
@@ -18,7 +18,8 @@ def test_an_event_came_with_the_read_that_brought_its_end() -> None:
 
 def test_what_came_together_is_counted() -> None:
     answer = [Arrival(1.0, 0, 1), Arrival(1.01, 1, 1), Arrival(1.01, 1, 2), Arrival(1.03, 2, 1)]
-    found = figures_of(7, [answer, [Arrival(1.0, 0, 1)]], 99.0)
+    found = figures_of(7, [Answer(0.9, answer), Answer(0.7, [Arrival(1.0, 0, 1)])], 99.0)
+    assert found.first_token_p50_ms == 200.0
     assert (found.streams, found.tokens_per_s) == (7, 99.0)
     assert (found.gap_p50_ms, found.gap_max_ms) == (10.0, 20.0)
     assert (found.several_tokens, found.together) == (0.2, 0.3333)
