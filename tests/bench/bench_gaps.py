@@ -1,6 +1,6 @@
 """How tokens come to clients under load: the gaps between a stream's events, and how many tokens an event brings.
 
-    python -m tests.bench.bench_gaps [--streams 1,16,32] [--tokens 64] [--prompt 128] [--text] [--url URL] [--json]
+    python -m tests.bench.bench_gaps [--streams 1,16,32] [--tokens 64] [--answers 3] [--prompt 128] [--text] [--url URL]
 
 So many streams are under way at a time, on a mesh of one prefill and one decode worker, each with a fresh prompt.
 `--text`: prompts are text, and the model is so small (one layer) that what is measured is the mesh.
@@ -44,8 +44,6 @@ SMALL: dict[str, Any] = {
     "context_length": 16_384,
 }  # fmt: skip
 MakePrompt = Callable[[random.Random], str | list[int]]
-ROUNDS = 4
-"""Answers of each stream, one after another; the first warms up."""
 
 
 class Arrival(NamedTuple):
@@ -173,18 +171,19 @@ def write_text(rng: random.Random, tokenizer: Tokenizer, num_tokens: int) -> str
 
 
 async def load(
-    url: str, model: str, pids: Mapping[str, int], num_streams: int, num_tokens: int, make_prompt: MakePrompt
+    url: str, model: str, pids: Mapping[str, int], num_streams: int, make: MakePrompt, options: argparse.Namespace
 ) -> Figures:
     rng = random.Random(num_streams)
-    prompts = iter([make_prompt(rng) for _ in range(num_streams * ROUNDS)])
+    num_answers = num_streams * (1 + options.answers)
+    prompts = iter([make(rng) for _ in range(num_answers)])
     answers: list[Answer] = []
 
     async def client() -> None:
-        for number in range(ROUNDS):
+        for number in range(1 + options.answers):
             body = {
                 "model": model,
                 "prompt": next(prompts),
-                "max_tokens": num_tokens,
+                "max_tokens": options.tokens,
                 "ignore_eos": True,
                 "stream": True,
                 "return_token_ids": True,
@@ -198,12 +197,10 @@ async def load(
     await asyncio.gather(*(client() for _ in range(num_streams)))
     took_s = time.perf_counter() - started_s
     after = {name: scheduled(pid) for name, pid in pids.items()}
-    figures = figures_of(num_streams, answers, num_streams * ROUNDS * num_tokens / took_s)
+    figures = figures_of(num_streams, answers, num_answers * options.tokens / took_s)
     return figures._replace(
         waited={name: round(max(0.0, after[name].waited_s - before[name].waited_s) / took_s, 3) for name in pids},
-        request_ms={
-            name: round(1e3 * (after[name].ran_s - before[name].ran_s) / (num_streams * ROUNDS), 2) for name in pids
-        },
+        request_ms={name: round(1e3 * (after[name].ran_s - before[name].ran_s) / num_answers, 2) for name in pids},
     )
 
 
@@ -221,7 +218,7 @@ async def measure(url: str, pids: Mapping[str, int], options: argparse.Namespace
         model = (await model_of(http, url)).id
     for number, num_streams in enumerate(streams, 1):
         sys.stderr.write(f"\r{num_streams} streams, {number} of {len(streams)} ")
-        rows.append(await load(url, model, pids, num_streams, options.tokens, make_prompt))
+        rows.append(await load(url, model, pids, num_streams, make_prompt, options))
     sys.stderr.write("\n")
     return rows
 
@@ -245,6 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", default="1,16,32", help="under way at a time")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--answers", type=int, default=3, help="of each stream, in turn, behind one to warm up")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--text", action="store_true", help="prompts of text, for a model of one small layer")
     parser.add_argument("--url", default="", help="a running gateway's")
