@@ -52,14 +52,14 @@ class Part:
 
 PARTS = (
     Part(
-        "processes", 12, "real processes: the mesh as users meet it, its commands, traces, restarts",
+        "processes", 13, "real processes: the mesh as users meet it, its commands, traces, restarts",
         files=(
             "tests/cli/test_bus.py", "tests/cli/test_host.py", "tests/cli/test_meshes.py",
-            "tests/mesh/test_conversations.py", "tests/mesh/test_equality.py", "tests/mesh/test_logprobs.py",
-            "tests/mesh/test_mesh.py", "tests/mesh/test_readable_bus.py", "tests/mesh/test_restarts.py",
-            "tests/mesh/test_room.py", "tests/mesh/test_rotation.py", "tests/mesh/test_shaped_choices.py",
-            "tests/mesh/test_twins.py", "tests/mesh/test_wrong_clocks.py", "tests/mesh/test_zygote.py",
-            "tests/plane/test_processes.py", "tests/telemetry/test_traces.py",
+            "tests/mesh/test_both_engines.py", "tests/mesh/test_conversations.py", "tests/mesh/test_equality.py",
+            "tests/mesh/test_logprobs.py", "tests/mesh/test_mesh.py", "tests/mesh/test_readable_bus.py",
+            "tests/mesh/test_restarts.py", "tests/mesh/test_room.py", "tests/mesh/test_rotation.py",
+            "tests/mesh/test_shaped_choices.py", "tests/mesh/test_twins.py", "tests/mesh/test_wrong_clocks.py",
+            "tests/mesh/test_zygote.py", "tests/plane/test_processes.py", "tests/telemetry/test_traces.py",
         ),
     ),
     Part("kills", 10, "every fault's scenario on real processes", files=("tests/mesh/attack", "tests/mesh/faults")),

@@ -225,13 +225,28 @@ def signal_engine(child: Child, number: int) -> None:
 
 def engine_of(worker: int | None) -> int | None:
     """Return the process of a worker's engine, if there is one: spares are younger."""
+    return next(iter(engines_of(worker)), None)
+
+
+def engines_of(worker: int | None) -> list[int]:
+    """Return the processes of a worker's engine and of its spares, the oldest first."""
     tasks = Path(f"/proc/{worker}/task").glob("*/children")
-    return min((int(pid) for task in tasks for pid in task.read_text().split()), key=_started, default=None)
+    return sorted((int(pid) for task in tasks for pid in task.read_text().split()), key=_started)
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process stands still by a signal."""
+    return _stat(pid)[0] in "Tt"
 
 
 def _started(pid: int) -> int:
     """Return when a process was started, in ticks (proc_pid_stat(5), field 22)."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what stands behind the name: state, parent and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def is_there(child: Child) -> bool:
