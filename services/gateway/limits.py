@@ -24,6 +24,9 @@ MAX_HEADERS = 128
 PARSED_BYTES = 16 * 1024
 """So much is parsed before it is looked how much of it was body."""
 
+BEGUN_A_TURN = 16
+"""Requests with bodies that begin in one turn of the event loop: 5 ms of its time."""
+
 MAX_PIPELINED = 16
 """Requests that a client has sent before its last one was answered. No client that people use sends any."""
 

@@ -11,7 +11,7 @@ import functools
 import resource
 import socket
 import ssl
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,39 @@ from services.gateway.api.guard import refuse_busy
 from services.times import GatewayTimes
 from services.trust.certificates import CertificateFile
 
+Owner = tuple[str, str]
+"""The client's address, and the key that it shows."""
+
+
+class Beginnings:
+    """Requests with bodies: a few begin in each turn of the loop, of each owner in turn. So a burst of one owner's
+    holds up nobody else for longer than it takes to parse."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[Owner, deque[asyncio.Future[None]]] = OrderedDict()
+        """The owner whose turn is next in front."""
+
+    async def turn(self, owner: Owner) -> None:
+        """Return when it is this request's turn."""
+        loop = asyncio.get_running_loop()
+        if not self._lines:
+            loop.call_soon(self._begin_some, loop)
+        waiting: asyncio.Future[None] = loop.create_future()
+        self._lines.setdefault(owner, deque()).append(waiting)
+        await waiting
+
+    def _begin_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(limits.BEGUN_A_TURN):
+            if not self._lines:
+                return
+            owner, line = self._lines.popitem(last=False)
+            if not (waiting := line.popleft()).done():
+                waiting.set_result(None)
+            if line:
+                self._lines[owner] = line
+        if self._lines:
+            loop.call_soon(self._begin_some, loop)
+
 
 @dataclass(slots=True)
 class Connections:
@@ -38,10 +71,9 @@ class Connections:
     times: GatewayTimes
     open: "set[HttpConnection]" = field(default_factory=lambda: set[HttpConnection]())
     waiting: "dict[HttpConnection, None]" = field(default_factory=lambda: dict[HttpConnection, None]())
-    reading: "dict[HttpConnection, tuple[str, str]]" = field(
-        default_factory=lambda: dict[HttpConnection, tuple[str, str]]()
-    )
-    """Those whose body has not ended, the first one first: the client's address, and the key that it shows."""
+    reading: "dict[HttpConnection, Owner]" = field(default_factory=lambda: dict[HttpConnection, Owner]())
+    """Those whose body has not ended, the first one first."""
+    beginnings: Beginnings = field(default_factory=Beginnings)
     last_closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever the last open one is closed."""
 
@@ -178,8 +210,11 @@ class HttpConnection(HttpToolsProtocol):
             raise ValueError("a transfer encoding that is not known")
         self._stop_waiting()
         is_busy = len(self.tasks) - len(self._all.reading) >= self._all.max_requests
-        self._all.reading[self] = (self.client[0] if self.client else "", str(dict(self.headers).get(b"authorization")))
+        headers = dict(self.headers)
+        owner = self._all.reading[self] = (self.client[0] if self.client else "", str(headers.get(b"authorization")))
         self.app: Any = self._refuse_busy if is_busy else self._application
+        if codings or headers.get(b"content-length", b"0") != b"0":
+            self.app = functools.partial(self._in_turn, self.app, owner)
         super().on_headers_complete()
         self.headers = self.headers.copy()  # trailers are no headers of the request
         cycle: Any = self.cycle
@@ -187,6 +222,10 @@ class HttpConnection(HttpToolsProtocol):
             cycle.send = functools.partial(_send_until_closed, cycle, cycle.send)
         if self.expect_100_continue:
             cycle.send = functools.partial(_send_unread, cycle, cycle.send)
+
+    async def _in_turn(self, app: ASGIApp, owner: Owner, *asked: Any) -> None:
+        await self._all.beginnings.turn(owner)
+        await app(*asked)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

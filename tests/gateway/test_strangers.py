@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import hashlib
 import json
 import socket
 import threading
@@ -19,11 +20,12 @@ from hypothesis import strategies as st
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.bodies import Bodies, _Share
-from services.gateway.api.guard import HostGuard, NotNowError, tenant_of
+from services.gateway.api.guard import ApiKeys, HostGuard, NotNowError
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import ChatBody, CompletionBody, decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, prepare
-from services.gateway.server import HttpConnection, connections_for
+from services.gateway.limits import BEGUN_A_TURN
+from services.gateway.server import Beginnings, HttpConnection, connections_for
 from services.times import GatewayTimes
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.endless import GENERATE, chunked, endless, head, prompt_of
@@ -294,20 +296,24 @@ async def test_a_body_has_a_time_limit(rig: Rig) -> None:
         assert await slow.is_closed()
 
 
-def test_every_key_is_compared_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hmac
+def test_a_key_is_found_by_a_digest_that_is_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[bytes, bytes]] = []
+    blake2b = hashlib.blake2b
 
-    compared: list[bytes] = []
-    compare = hmac.compare_digest
+    def seen(data: bytes, *, key: bytes) -> Any:
+        made.append((data, key))
+        return blake2b(data, key=key)
 
-    def seen(known: bytes, said: bytes) -> bool:
-        compared.append(known)
-        return compare(known, said)
-
-    monkeypatch.setattr(hmac, "compare_digest", seen)
-    tenants = {"key-a": "a", "key-b": "b", "key-c": "c"}
-    assert tenant_of(tenants, {"authorization": "bearer key-b"}) == "b"
-    assert compared == [b"key-a", b"key-b", b"key-c"]
+    seen.MAX_KEY_SIZE = blake2b.MAX_KEY_SIZE  # type: ignore[attr-defined]
+    monkeypatch.setattr(hashlib, "blake2b", seen)
+    for _ in range(2):
+        keys = ApiKeys({"key-a": "a", "key-b": "b"})
+        assert keys.tenant_of({"authorization": "bearer key-b"}) == "b"
+        for said in ("bearer key-c", "bearer ", "bearer", "key-b", "basic key-b", ""):
+            with pytest.raises(InvalidRequestError):
+                keys.tenant_of({"authorization": said})
+    assert len({secret for data, secret in made if data == b"key-a"}) == 2
+    assert all(len(secret) == blake2b.MAX_KEY_SIZE for _, secret in made)
 
 
 # Pages of other sites.
@@ -553,6 +559,23 @@ async def test_an_owner_s_bodies_have_half_of_the_room(monkeypatch: pytest.Monke
         with pytest.raises(NotNowError):
             bodies._take(share, 3 * limits.FREE_BODY_BYTES + 1)
     assert bodies.num_bytes.total() == limits.MAX_BODIES_BYTES
+
+
+async def test_a_burst_of_one_owner_holds_up_no_other() -> None:
+    beginnings, begun = Beginnings(), list[str]()
+
+    async def begin(address: str) -> None:
+        await beginnings.turn((address, "key"))
+        begun.append(address)
+
+    async with asyncio.TaskGroup() as tasks:
+        burst = [tasks.create_task(begin("many")) for _ in range(10 * BEGUN_A_TURN)]
+        await asyncio.sleep(0)
+        one = tasks.create_task(begin("one"))
+        burst[5].cancel()
+        await one
+        assert len(begun) <= 3 * BEGUN_A_TURN
+    assert len(begun) == len(burst), "all but the one that was given up, and the other one's"
 
 
 async def test_who_comes_while_all_are_busy_is_told_so(open_rig: OpenRig) -> None:

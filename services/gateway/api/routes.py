@@ -36,7 +36,7 @@ from services.gateway.api.choice import Choice
 from services.gateway.api.constraints import Constraint
 from services.gateway.api.docs import JSON, Described, describe
 from services.gateway.api.grammars import UnderstoodGrammars
-from services.gateway.api.guard import EarlyRefusal, NotNowError, asks_to_split, check_json, tenant_of
+from services.gateway.api.guard import ApiKeys, EarlyRefusal, NotNowError, asks_to_split, check_json
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.locate import LocateBody, Located, LocateReply, prompt_asked_for
 from services.gateway.api.logprobs import TokenTexts
@@ -98,12 +98,14 @@ class Gateway:
     bus: TypedBus
     started_s: int
     stopping: bool = False
+    keys: ApiKeys = field(init=False)
     bodies: Bodies = field(init=False)
     unsent: Unsent = field(default_factory=Unsent)
     grammars: UnderstoodGrammars = field(init=False)
     located: Located = field(init=False)
 
     def __post_init__(self) -> None:
+        self.keys = ApiKeys(self.config.gateway.tenants)
         self.bodies = Bodies(self.times)
         self.grammars = UnderstoodGrammars(self.model.grammars, self.times)
         self.located = Located(self.model, self.bus, self.times.place_timeout_s)
@@ -169,7 +171,7 @@ class GatewayApp:
             return
         request: HttpRequest = Request(scope)
         with contextlib.suppress(InvalidRequestError):
-            owner = owner_of(request, tenant_of(gateway.config.gateway.tenants, request.headers))
+            owner = owner_of(request, gateway.keys.tenant_of(request.headers))
             send = BoundedReply(gateway.unsent, owner, send).pass_on
         # A generation has a deadline of its own, which is earlier.
         limit_s = gateway.config.gateway.request_timeout_s + gateway.times.body_s + 2 * gateway.times.unread_s
@@ -278,7 +280,7 @@ async def description() -> Redirect:
 def _let_in(request: HttpRequest) -> Gateway:
     """Return the gateway that is asked. Raises InvalidRequestError for who has no key of it."""
     gateway = _serving.get()
-    tenant_of(gateway.config.gateway.tenants, request.headers)
+    gateway.keys.tenant_of(request.headers)
     return gateway
 
 
@@ -290,7 +292,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
     has_read = False
     observer: AnswerObserver | None = None
     try:
-        tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
+        tenant = gateway.keys.tenant_of(request.headers)
         check_json(request.headers)
     except InvalidRequestError as error:
         gateway.metrics.registry.inc(REQUESTS, route, str(error.status), "invalid")
@@ -335,7 +337,7 @@ async def _answer(
     its tenant and its owner."""
     has_read = False
     try:
-        tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
+        tenant = gateway.keys.tenant_of(request.headers)
         check_json(request.headers)
         max_bytes, timeout_s = gateway.model.max_body_bytes(1), gateway.config.gateway.request_timeout_s
         async with gateway.bodies.read_body(request, timeout_s, tenant, max_bytes) as body:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -291,7 +292,10 @@ async def grammars(target: Target, slower: float) -> Found:
                 del body["prompt"]
                 path = "/v1/chat/completions"
             url = target.supervisor.urls[0] + path
-            answer = await target.mesh.http.post(url, json=body, headers=key, timeout=TIMEOUT_S)
+            post = partial(target.mesh.http.post, url, json=body, headers=key, timeout=TIMEOUT_S)
+            # Who has six such at a time may wait for too long for a turn, and is told when to come again.
+            while (answer := await post()).status_code == 503 and "retry-after" in answer.headers:
+                await asyncio.sleep(float(answer.headers["retry-after"]))
             codes[name] = answer.status_code
             found.num_tries += 1
 
