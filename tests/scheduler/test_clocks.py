@@ -22,6 +22,8 @@ from services.times import TelemetryTimes
 pytestmark = pytest.mark.virtual_time
 
 SECOND_NS = 1_000_000_000
+NEAR_NS = 50_000_000
+"""In real time (`make test-debug`) a machine's clock may be slewed, and two looks at it are never the same."""
 TIMES = TelemetryTimes()
 ASK = Received(AskTime(), "", subjects.TIME.of())
 
@@ -59,10 +61,10 @@ async def test_dates_are_the_scheduler_s(ahead_s: float) -> None:
     broker, clock = MemoryBroker(), MeshClock()
     async with keeping(broker, clock):
         await asyncio.sleep(100)
-        assert clock.machine_ahead_ns == 0, "nobody has told it anything yet"
+        assert clock.machine_ahead_ns == pytest.approx(0, abs=NEAR_NS), "nobody has told it anything yet"
         async with served(broker, Teller(ahead_s)):
             await asyncio.sleep(2 * TIMES.clock_interval_s)
-    assert clock.machine_ahead_ns == pytest.approx(-ahead_s * SECOND_NS, abs=1_000)
+    assert clock.machine_ahead_ns == pytest.approx(-ahead_s * SECOND_NS, abs=NEAR_NS)
     assert clock.at_ns(clock.date_ns(7)) == 7
 
 
@@ -102,9 +104,9 @@ async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> 
     told = await elder.answer_time(ASK)
     assert younger.follows(told) and not elder.follows(await younger.answer_time(ASK))
     younger.clock.compare(told.unix_ns, time.monotonic_ns())
-    assert (await younger.answer_time(ASK)).unix_ns == told.unix_ns, "whoever is asked says the same"
+    assert (await younger.answer_time(ASK)).unix_ns == pytest.approx(told.unix_ns, abs=NEAR_NS), "whoever is asked"
     await asyncio.sleep(FORGOTTEN_NS / SECOND_NS + 1)
-    assert (await younger.answer_time(ASK)).unix_ns == time.time_ns(), "now it is the eldest"
+    assert (await younger.answer_time(ASK)).unix_ns == pytest.approx(time.time_ns(), abs=NEAR_NS), "now the eldest"
 
 
 async def test_of_two_that_began_together_one_follows() -> None:
@@ -136,4 +138,4 @@ async def test_a_scheduler_answers_services() -> None:
         await asyncio.sleep(1)
     stop.set()
     await running
-    assert clock.machine_ahead_ns == pytest.approx(0, abs=1_000)
+    assert clock.machine_ahead_ns == pytest.approx(0, abs=NEAR_NS)
