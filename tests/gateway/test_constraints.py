@@ -44,14 +44,19 @@ def named(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
-def constraint_of(asked: dict[str, Any], check: CheckGrammar) -> str:
-    """Return the grammar of a body with these fields, through JSON and its types."""
+def asked_for(asked: dict[str, Any]) -> Constraint | None:
+    """Return what a body with these fields asks of an answer, through JSON and its types."""
     body = decode_body(json.dumps({"model": "m", "prompt": "p"} | asked).encode(), is_chat=False)
     constraint = constraint_in(body)
-    if constraint is None:
-        return ""
-    check_together(constraint, ignore_eos=bool(body.ignore_eos), allowed_token_ids=body.allowed_token_ids or ())
-    return understand(constraint, check)
+    if constraint is not None:
+        check_together(constraint, ignore_eos=bool(body.ignore_eos), allowed_token_ids=body.allowed_token_ids or ())
+    return constraint
+
+
+def constraint_of(asked: dict[str, Any], check: CheckGrammar) -> str:
+    """Return the grammar of a body with these fields."""
+    constraint = asked_for(asked)
+    return "" if constraint is None else understand(constraint, check)
 
 
 def refusal(demo: Checkpoint, **asked: object) -> InvalidRequestError:

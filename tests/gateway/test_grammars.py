@@ -78,8 +78,12 @@ def test_what_is_refused_is_refused_by_name(process: GrammarProcess) -> None:
 
 @pytest.mark.parametrize(
     "hostile",
-    [ALL_WORDS, schema({"type": "string", "allOf": [{"pattern": word} for word in WORDS]})],
-    ids=["lark", "schema"],
+    [
+        ALL_WORDS,
+        schema({"type": "string", "allOf": [{"pattern": word} for word in WORDS]}),
+        schema({"type": "integer", "minimum": -(2**63), "maximum": -(2**63), "multipleOf": 2}),
+    ],
+    ids=["lark", "schema", "at which the library ends its process"],
 )
 def test_what_would_take_all_memory_is_refused(process: GrammarProcess, hostile: Constraint) -> None:
     with pytest.raises(InvalidRequestError, match="to understand: simplify it"):

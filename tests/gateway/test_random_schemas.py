@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.api.grammars import GrammarProcess
 from services.gateway.api.invalid import InvalidRequestError
 from tests.engine.grammar_rig import Checkpoint
-from tests.gateway.test_constraints import constraint_of
+from tests.gateway.test_constraints import asked_for
 from tests.share import examples
 
 BOUNDS = st.sampled_from(
@@ -91,6 +92,12 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
+def reader(demo: Checkpoint) -> GrammarProcess:
+    """As a gateway has it: there are schemas at which the library ends its process, -2**63 with multipleOf say."""
+    return GrammarProcess(demo.tokenizer, demo.vocab_size, demo.eos)
+
+
+@pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint("demo", tmp_path_factory.mktemp("unused"))
 
@@ -119,10 +126,14 @@ def near(schema: Any) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(1_000), deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_an_answer_is_valid_or_its_schema_refused(demo: Checkpoint, kind: str, data: st.DataObject, seed: int) -> None:
+def test_an_answer_is_valid_or_its_schema_refused(
+    demo: Checkpoint, reader: GrammarProcess, kind: str, data: st.DataObject, seed: int
+) -> None:
     schema = data.draw(KINDS[kind], "schema")
+    constraint = asked_for({"guided_json": schema})
+    assert constraint is not None
     try:
-        grammar = constraint_of({"guided_json": schema}, demo.check)
+        grammar = reader.read_grammar(constraint, 20)
     except InvalidRequestError as error:
         assert error.code == "invalid_schema"
         return
