@@ -195,8 +195,16 @@ def refuse(request: RequestMessage, reason: RefusalReason, detail: str, retry_af
     )
 
 
-class RunPrefill(RequestMessage, frozen=True, kw_only=True):
-    """Compute the prompt and send the next token; then hand over, or go on decoding where there is no hand-over.
+class OtherEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker at the other end of an attempt's hand-over, and what the hand-over is called."""
+
+    worker_id: WorkerId
+    handoff_id: HandoffId
+
+
+class RunAttempt(RequestMessage, frozen=True, kw_only=True):
+    """Serve an attempt, or one end of it. With neither `upstream` nor `downstream` the worker computes the prompt and
+    the answer; none takes both.
 
     The last `num_answered_tokens` of `prompt` are tokens of the answer that an earlier attempt gave: the next token has
     that index, and `sampling.max_tokens` counts them.
@@ -205,51 +213,32 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     gateway_id: GatewayId
     prompt: TokenIds
     sampling: SamplingParams
-    handoff_id: HandoffId | None = None
-    decode_worker: WorkerId | None = None
+    upstream: OtherEnd | None = None
+    """Who computes the prompt: make room for its KV and the answer's, read the KV when it is offered, and decode."""
+    downstream: OtherEnd | None = None
+    """Who decodes: compute the prompt, send the next token, and hand the KV over."""
     sources: tuple[KVSource, ...] = ()
+    """Who else is said to have KV of this prompt; with an `upstream`, should its own not arrive."""
     num_answered_tokens: Number = 0
     tenant: str = ""
     proof: bytes = b""
     """A gateway's word whose request it is, and for how long (`services.trust.credentials`)."""
     replica: WorkerId | None = None
-
-
-class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
-    """The worker has taken the attempt. `accepted_ns`: when, a date of the mesh's clock; 0: unknown."""
-
-    worker_id: WorkerId
-    accepted_ns: Ns = 0
-
-
-class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
-    """Make room for the prompt's KV and the answer's; then read the KV when it is offered, and decode.
-
-    `prompt` and `num_answered_tokens` as in RunPrefill.
-    """
-
-    gateway_id: GatewayId
-    handoff_id: HandoffId
-    prefill_worker: WorkerId
-    prompt: TokenIds
-    sampling: SamplingParams
-    sources: tuple[KVSource, ...] = ()
-    """Who else may have KV of this prompt, should the prefill worker's not arrive."""
-    num_answered_tokens: Number = 0
-    tenant: str = ""
-    proof: bytes = b""
-    """As in RunPrefill."""
-    replica: WorkerId | None = None
     spare_blocks: Number = 0
     """As in Placement."""
 
+    @property
+    def other_end(self) -> OtherEnd | None:
+        """The worker that it is handed over from, or to; None: it is not handed over."""
+        return self.upstream or self.downstream
 
-class ReservationAccepted(RequestMessage, frozen=True, kw_only=True):
-    """The worker has taken the reservation. Without `has_room` it waits for blocks, until its deadline at most;
-    BlocksReserved follows as an event in either case."""
+
+class AttemptAccepted(RequestMessage, frozen=True, kw_only=True):
+    """The worker has taken the attempt, and may yet wait for blocks, until the deadline at most. `accepted_ns`: when, a
+    date of the mesh's clock; 0: unknown."""
 
     worker_id: WorkerId
-    has_room: bool
+    accepted_ns: Ns = 0
 
 
 class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):

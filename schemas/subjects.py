@@ -5,6 +5,7 @@ A name in braces is a token that an id fills. It is the message's field of that 
 whom the message is for, and `id` is of no field.
 """
 
+from schemas.request import AttemptAccepted
 import enum
 import re
 from dataclasses import dataclass
@@ -56,12 +57,9 @@ from schemas.request import (
     GrammarTold,
     Placement,
     PlaceRequest,
-    PrefillAccepted,
     Progress,
     Refused,
-    ReservationAccepted,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     TokensEmitted,
     Wanted,
 )
@@ -234,10 +232,7 @@ PROGRESS = _question("mesh.v1.worker.{to}.progress", AskProgress, (Progress,), G
 WORKER_STATUS = _question(
     "mesh.v1.worker.{to}.status", DescribeWorker, (WorkerDescribed,), PEOPLE, ADDRESSED_HOLDER, may_be_empty=True
 )
-RUN = _question("mesh.v1.prefill.{to}.run", RunPrefill, (PrefillAccepted, Refused), GATEWAYS, ADDRESSED_HOLDER)
-RESERVE = _question(
-    "mesh.v1.decode.{to}.reserve", ReserveBlocks, (ReservationAccepted, Refused), GATEWAYS, ADDRESSED_HOLDER
-)
+RUN = _question("mesh.v1.worker.{to}.run", RunAttempt, (AttemptAccepted, Refused), GATEWAYS, ADDRESSED_HOLDER)
 # With both workers in the subject each end listens once, for all its hand-overs, and no event can arrive before its
 # reader has subscribed.
 _HANDOFF = "mesh.v1.handoff.{source_worker}.{target_worker}.{handoff_id}"
@@ -286,7 +281,7 @@ KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, _SERVICES)
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, TIME, PROGRESS, WORKER_STATUS, RUN,
-    RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, GRAMMAR, CANCEL, ACCEPTED,
+    RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, GRAMMAR, CANCEL, ACCEPTED,
     PLACED, FIRST_TOKEN, RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS,
     HEAT, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
 )  # fmt: skip

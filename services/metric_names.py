@@ -166,7 +166,7 @@ REFUSALS = MetricName(
     "kvmesh_refusals",
     "What was refused: a placement, a prompt, a reservation, a lease",
     ("what", "reason"),
-    (("place", "run", "reserve", "lease"), REASONS),
+    (("place", "run", "lease"), REASONS),
     roles=(*SCHEDULER, *HOLDERS),
     is_own=True,
 )

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from dataplane.blocks.ticket import TicketSecrets
 from schemas.kv import RequestLease
-from schemas.request import ReserveBlocks, RunPrefill
+from schemas.request import RunAttempt
 from schemas.subjects import CarriesT, Subject
 from services.bus.typed import ReplyT, TypedBus
 from services.trust.credentials import HolderCredentials, TenantSigner
@@ -26,7 +26,7 @@ def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCre
 
 CREDENTIALS = credentials_for([SECRET], SIGNER)
 
-ProvedT = TypeVar("ProvedT", bound=RunPrefill | ReserveBlocks | RequestLease)
+ProvedT = TypeVar("ProvedT", bound=RunAttempt | RequestLease)
 
 
 def proved(request: ProvedT) -> ProvedT:
@@ -46,6 +46,6 @@ class GatewayBus(TypedBus):
         timeout_s: float,
         trace: str = "",
     ) -> ReplyT:
-        if isinstance(message, RunPrefill | ReserveBlocks | RequestLease) and not message.proof:
+        if isinstance(message, RunAttempt | RequestLease) and not message.proof:
             message = proved(message)  # type: ignore[assignment]
         return await super().ask(subject, ids, message, timeout_s, trace)

@@ -15,7 +15,7 @@ from schemas.ids import is_subject_token
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
 from schemas.observe import DescribeRequest, RequestDescribed
 from schemas.permissions import ALL
-from schemas.request import AskGrammar, CancelRequest, PlaceRequest, ReserveBlocks, RunPrefill
+from schemas.request import AskGrammar, CancelRequest, PlaceRequest, RunAttempt
 from schemas.subjects import SUBJECTS
 from services.bus.base import BusError, Subscription
 from services.bus.memory import matches
@@ -176,11 +176,11 @@ def _describe(message: Message, tokens: tuple[str, ...]) -> tuple[str, str]:
         case PlaceRequest(attempt=attempt, num_prompt_tokens=num, excluded_workers=excluded):
             without = f", not {', '.join(excluded)}" if excluded else ""
             return "scheduler", f"attempt {attempt}: {num} tokens{without}"
-        case RunPrefill(sources=sources, attempt=attempt):
+        case RunAttempt(attempt=attempt, upstream=None, sources=sources):
             read = f", {len(sources)} sources to read from" if sources else ""
             return tokens[3], f"attempt {attempt}{read}"
-        case ReserveBlocks(attempt=attempt, prefill_worker=prefill):
-            return tokens[3], f"attempt {attempt}, KV from {prefill}"
+        case RunAttempt(attempt=attempt, upstream=upstream) if upstream is not None:
+            return tokens[3], f"attempt {attempt}, KV from {upstream.worker_id}"
         case CancelRequest(attempt=attempt, reason=reason):
             return "workers", f"attempt {attempt}: {reason}"
         case AskGrammar():

@@ -20,7 +20,8 @@ from schemas.handoff import (
     KVStreaming,
     advance,
 )
-from schemas.request import AttemptEnd, AttemptFailure, KVSource, ReservationAccepted, ReserveBlocks
+from schemas.ids import WorkerId
+from schemas.request import AttemptEnd, AttemptFailure, KVSource
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken
 from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead
@@ -35,7 +36,7 @@ from services.worker.core.twins import Twins
 
 
 @dataclass(slots=True, eq=False)
-class DecodeAttempt(Attempt[ReserveBlocks]):
+class DecodeAttempt(Attempt):
     """One attempt at decoding an answer. `state`: of its hand-over."""
 
     part = "decode"
@@ -47,6 +48,12 @@ class DecodeAttempt(Attempt[ReserveBlocks]):
     """Why its source will not offer, learnt while it was waiting for blocks."""
     num_given_away: int = 0
     """Blocks of others that go on elsewhere so that it has room."""
+
+    @property
+    def source(self) -> WorkerId:
+        """Who computes its prompt."""
+        assert self.request.upstream is not None
+        return self.request.upstream.worker_id
 
 
 class DecodeCore(RoleCore[DecodeAttempt]):
@@ -64,7 +71,6 @@ class DecodeCore(RoleCore[DecodeAttempt]):
     def hears(self) -> tuple[HeardSubject, ...]:
         as_target = ("*", self._limits.worker_id, "*")
         return (
-            HeardSubject(subjects.RESERVE, (self._limits.worker_id,)),
             HeardSubject(subjects.OFFERED, as_target),
             HeardSubject(subjects.ABORTED, as_target),
         )
@@ -80,20 +86,12 @@ class DecodeCore(RoleCore[DecodeAttempt]):
 
     def _asked(self, event: AttemptAsked, now_ms: int) -> list[Action]:
         """Make room, now or as soon as there are blocks, or say why not."""
-        if not isinstance(event.request, ReserveBlocks):
+        if event.request.upstream is None:
             return []
         attempt = self._take(event, now_ms)
         if isinstance(attempt, SendReply):
             return [attempt]
-        request, actions = attempt.request, self.admit(now_ms)
-        accepted = ReservationAccepted(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            deadline_ms=request.deadline_ms,
-            worker_id=self._limits.worker_id,
-            has_room=attempt.state is not HandoffState.NEW,
-        )
-        return [SendReply(accepted), *actions]
+        return [self._accepted(attempt), *self.admit(now_ms)]
 
     def _offered(self, offer: KVOffered, now_ms: int) -> list[Action]:
         """The source has begun: open the stream."""
@@ -154,7 +152,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             actions.append(publish_event(subjects.LANDED, landed, attempt.traceparent))
         if attempt.has_ended or first.finish_reason is not None:
             return actions + self._forget(attempt, now_ms)
-        attempt.kv.landed(attempt.request.prefill_worker, outcome)
+        attempt.kv.landed(attempt.source, outcome)
         return [*actions, self._submit(attempt, [*attempt.prompt, first.token_id])]
 
     def _aborted(self, event: HandoffAborted, now_ms: int) -> list[Action]:
@@ -169,7 +167,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             read = attempt.read
             if read is not None and not read.is_hand_over and read.holder == event.worker_id:
                 actions.append(StopRead(read))
-            elif attempt.request.prefill_worker == event.worker_id:
+            elif attempt.source == event.worker_id:
                 attempt.source_left = True
                 actions += self._lose_source(attempt, "the prefill worker left", now_ms)
         return actions
@@ -248,7 +246,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             detail = f"{reason}, and the prompt's logarithms are wanted, which only who computes it all has"
             return self._fail(attempt, AttemptFailure.TRANSFER_FAILED, detail, now_ms)
         attempt.state = advance(attempt.state, HandoffState.ABORTED)
-        source = attempt.request.prefill_worker
+        source = attempt.source
         if not attempt.source_left:
             num_blocks = num_blocks_for(len(attempt.prompt), self._limits.block_size)
             attempt.kv.sources.append(KVSource(worker_id=source, first_block=0, num_blocks=num_blocks))

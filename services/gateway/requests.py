@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from dataplane.lasting import lasting
 from schemas import subjects
@@ -25,13 +24,10 @@ from schemas.request import (
     CancelRequest,
     GrammarTold,
     Placement,
-    PrefillAccepted,
     RefusalReason,
     Refused,
     RequestTokens,
-    ReservationAccepted,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     TokensEmitted,
     Wanted,
 )
@@ -62,9 +58,8 @@ from services.gateway.request.events import (
     PlaceUnanswered,
     ProgressAnswered,
     ProgressOutcome,
+    SendAttempt,
     SendCancel,
-    SendReserve,
-    SendRun,
     Submitted,
     TaskFailed,
     WorkerAccepted,
@@ -73,10 +68,9 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.job import (
     Job,
+    attempt_message,
     continue_prompt,
     place_request,
-    reserve_message,
-    run_message,
     tokens_received,
 )
 from services.gateway.request.live import LiveRequest, Told
@@ -88,9 +82,6 @@ from services.telemetry import Telemetry
 from services.trust.credentials import TenantSigner
 
 log = logging.getLogger(__name__)
-
-WorkT = TypeVar("WorkT", bound=RunPrefill | ReserveBlocks)
-TakenT = TypeVar("TakenT", bound=PrefillAccepted | ReservationAccepted | Refused)
 
 
 @dataclass
@@ -272,7 +263,7 @@ class Requests:
         self.spans.saw(live, event, actions)
         self._stories.saw(live, actions)
 
-    def _send(self, live: LiveRequest, action: AskPlacement | SendRun | SendReserve | AskWorker | SendCancel) -> None:
+    def _send(self, live: LiveRequest, action: AskPlacement | SendAttempt | AskWorker | SendCancel) -> None:
         """Ask what a request is to ask, and send what it is to send, in a task."""
         job = live.job
         match action:
@@ -282,13 +273,10 @@ class Requests:
             case AskPlacement():  # what is under way waits for no other
                 self._begin_place(live, action, _keep_turn)
                 return
-            case SendRun():
-                self.num_resumes += action.num_answered > 0
-                message = run_message(job, live.proof, self.gateway_id, action, live.prompt)
-                name, work = "run", partial(self._dispatch, live, subjects.RUN, action.prefill_worker, message)
-            case SendReserve():
-                message = reserve_message(job, live.proof, self.gateway_id, action, live.prompt)
-                name, work = "reserve", partial(self._dispatch, live, subjects.RESERVE, action.decode_worker, message)
+            case SendAttempt():
+                self.num_resumes += action.num_answered > 0 and action.upstream is None
+                message = attempt_message(job, live.proof, self.gateway_id, action, live.prompt)
+                name, work = "run", partial(self._dispatch, live, action.worker_id, message)
             case AskWorker():
                 self.num_progress_asked += 1
                 name, work = "progress", partial(self._progress, live, action)
@@ -341,12 +329,10 @@ class Requests:
             end_turn()
         self.handle(live, event)
 
-    async def _dispatch(
-        self, live: LiveRequest, subject: Subject[WorkT, TakenT], worker_id: WorkerId, message: WorkT
-    ) -> None:
+    async def _dispatch(self, live: LiveRequest, worker_id: WorkerId, message: RunAttempt) -> None:
         """Send an attempt to a worker, and tell the request whether it has been taken."""
         try:
-            reply = await self._ask(live, subject, (worker_id,), message, self.config.gateway.accept_timeout_s)
+            reply = await self._ask(live, subjects.RUN, (worker_id,), message, self.config.gateway.accept_timeout_s)
         except BusError as error:
             if isinstance(error, MessageTooLargeError):  # no worker can be told
                 refused = WorkerRefused(message.attempt, worker_id, RefusalReason.TOO_LONG, error.reason, 0)
@@ -360,8 +346,7 @@ class Requests:
             refused = WorkerRefused(message.attempt, worker_id, reply.reason, reply.detail, reply.retry_after_ms)
             self.handle(live, refused)
         else:
-            accepted_ns = reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0
-            self.handle(live, WorkerAccepted(message.attempt, worker_id, accepted_ns))
+            self.handle(live, WorkerAccepted(message.attempt, worker_id, reply.accepted_ns))
 
     async def _progress(self, live: LiveRequest, action: AskWorker) -> None:
         job, worker_id = live.job, action.worker_id

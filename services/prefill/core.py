@@ -14,7 +14,7 @@ from schemas import subjects
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVReleased
 from schemas.ids import HandoffId, LeaseId
 from schemas.kv import LeaseEnd
-from schemas.request import AttemptEnd, AttemptFailure, PrefillAccepted, RunPrefill
+from schemas.request import AttemptEnd, AttemptFailure, RunAttempt
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken
 from services.worker.core.actions import (
@@ -48,7 +48,7 @@ FINISHED_TOKENS = 256
 
 
 @dataclass(slots=True, eq=False)
-class PrefillAttempt(Attempt[RunPrefill]):
+class PrefillAttempt(Attempt):
     """One attempt at computing a prompt."""
 
     part = "prefill"
@@ -80,7 +80,6 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     def hears(self) -> tuple[HeardSubject, ...]:
         as_source = (self._limits.worker_id, "*", "*")
         return (
-            HeardSubject(subjects.RUN, (self._limits.worker_id,)),
             HeardSubject(subjects.RESERVED, as_source),
             HeardSubject(subjects.LANDED, as_source),
             HeardSubject(subjects.ABORTED, as_source),
@@ -98,22 +97,15 @@ class PrefillCore(RoleCore[PrefillAttempt]):
 
     def _asked(self, event: AttemptAsked, now_ms: int) -> list[Action]:
         """Take a prompt, or say why not."""
-        if not isinstance(event.request, RunPrefill):
+        if event.request.upstream is not None:
             return []
         attempt = self._take(event, now_ms)
         if isinstance(attempt, SendReply):
             return [attempt]
         request = attempt.request
-        if request.handoff_id is not None and self._early_reservations.pop(request.handoff_id, None) is not None:
+        if (to := request.downstream) and self._early_reservations.pop(to.handoff_id, None) is not None:
             attempt.reserved = True
-        accepted = PrefillAccepted(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            deadline_ms=request.deadline_ms,
-            worker_id=self._limits.worker_id,
-            accepted_ns=attempt.times.accepted_ns + attempt.times.ahead_ns,
-        )
-        return [SendReply(accepted)]
+        return [self._accepted(attempt)]
 
     def _reserved(self, event: BlocksReserved, now_ms: int) -> list[Action]:
         """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer, or
@@ -170,7 +162,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         """A reader is gone: nobody will land what it was reading. A source is gone: its read ends."""
         actions: list[Action] = []
         for attempt in list(self.attempts.values()):
-            if attempt.request.decode_worker == event.worker_id:
+            if (to := attempt.request.downstream) and to.worker_id == event.worker_id:
                 actions += self._end(attempt, "the reader left", now_ms, lease_end=LeaseEnd.READER_LEFT)
             elif attempt.read is not None and attempt.read.holder == event.worker_id:
                 actions.append(StopRead(attempt.read))
@@ -261,15 +253,15 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     def _lease(self, attempt: PrefillAttempt, now_ms: int) -> list[Action]:
         """Grant the lease of a hand-over, and offer it where the decode worker has room already."""
         request = attempt.request
-        if request.handoff_id is None or request.decode_worker is None:
+        if (to := request.downstream) is None:
             return []
         self._cache.share(attempt.tables)
         layout = self._cache.layout
         num_tokens = layout.padded(len(attempt.prompt))  # what is in the last block behind the prompt is nobody's
         attempt.lease = self._leases.grant(
-            lease_id=LeaseId(f"lease-{request.handoff_id}"),
+            lease_id=LeaseId(f"lease-{to.handoff_id}"),
             holder=self._limits.worker_id,
-            reader=request.decode_worker,
+            reader=to.worker_id,
             tenant=request.tenant,
             request_id=request.request_id,
             attempt=request.attempt,
@@ -361,7 +353,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     def _notify_target_of(self, attempt: PrefillAttempt, reason: str) -> Publish:
         return self._notify_target(attempt.request, reason, attempt.traceparent)
 
-    def _notify_target(self, request: RunPrefill | HandoffMessage, reason: str, traceparent: str = "") -> Publish:
+    def _notify_target(self, request: RunAttempt | HandoffMessage, reason: str, traceparent: str = "") -> Publish:
         """Tell the decode worker that no (more) KV of this comes."""
         aborted = HandoffAborted(**handoff_fields(request, self._limits.worker_id), reason=reason)
         return publish_event(subjects.ABORTED, aborted, traceparent)

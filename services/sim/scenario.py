@@ -32,7 +32,7 @@ PROCESS_FAULTS: frozenset[FaultKind] = frozenset(
     {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift", "kill_engine", "hang_engine"}
 )
 """Faults of one process."""
-PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
+PHASES = ("place", "run", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
 """Last tokens of the subjects at which a fault may happen."""
 
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from dataplane.blocks.ticket import TicketSecrets
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
+from schemas.request import RefusalReason, Refused, RunAttempt, refuse
 from services.config import MIN_SECRET_CHARS, MeshConfig, require_content_secrets, require_secrets
 from services.errors import UserError
 from services.runtime import now_ms
@@ -86,7 +86,7 @@ class HolderCredentials:
     tenant_key: Ed25519PublicKey
     clocks: SignerClocks = field(default_factory=SignerClocks)
 
-    def refusal(self, request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId) -> Refused | None:
+    def refusal(self, request: RunAttempt | RequestLease, holder: WorkerId) -> Refused | None:
         """Return the refusal of a request to this holder of which nobody has proved whose it is, or None."""
         if isinstance(request, RequestLease) and request.is_copy:
             if self.secrets.proves(_copy_text(request, holder), request.proof):

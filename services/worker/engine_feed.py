@@ -9,7 +9,7 @@ from schemas.request import AttemptFailure
 from services.engine.interface import EngineCallbacks, EngineDeath, InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
 from services.worker.core.actions import Submit
-from services.worker.core.attempts import AnyAttempt
+from services.worker.core.attempts import Attempt
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import EngineBack, EngineDied, EngineEvent, SequenceFailed, SequenceRemoved
 from services.worker.kv.holder import KVHolder
@@ -80,7 +80,7 @@ class EngineFeed:
         with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
             self.engine.cancel(*key)
 
-    def note_written(self, sequence: Sequence, attempt: AnyAttempt, num_tokens: int, *, ended: bool = False) -> None:
+    def note_written(self, sequence: Sequence, attempt: Attempt, num_tokens: int, *, ended: bool = False) -> None:
         """Note that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
         num_full_blocks = num_tokens // attempt.hasher.block_size
         if num_full_blocks == attempt.num_stored_blocks and not ended:
@@ -91,7 +91,7 @@ class EngineFeed:
         self._holder.memory.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
         attempt.num_stored_blocks = num_full_blocks
 
-    def keep_ended(self, sequence: Sequence, attempt: AnyAttempt) -> None:
+    def keep_ended(self, sequence: Sequence, attempt: Attempt) -> None:
         """The engine has let go of a sequence; its blocks are still its own."""
         self.note_written(sequence, attempt, sequence.num_computed_tokens, ended=True)
 
@@ -142,7 +142,7 @@ class EngineFeed:
         self._ungiven.clear()
         self._step(EngineDied(death.reason, frozenset(had), death.in_step))
 
-    def _find(self, sequence: Sequence) -> AnyAttempt | None:
+    def _find(self, sequence: Sequence) -> Attempt | None:
         return self._cores.find((sequence.request_id, sequence.attempt))
 
 

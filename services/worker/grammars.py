@@ -2,18 +2,15 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import TypeVar
 
 import msgspec
 
 from schemas import subjects
 from schemas.ids import GatewayId, WorkerId
-from schemas.request import AskGrammar, RefusalReason, Refused, ReserveBlocks, RunPrefill, digest_of_grammar, refuse
+from schemas.request import AskGrammar, RefusalReason, Refused, RunAttempt, digest_of_grammar, refuse
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.worker.limits import MAX_TOLD_GRAMMAR_CHARACTERS
-
-WorkT = TypeVar("WorkT", bound=RunPrefill | ReserveBlocks)
 
 
 class ToldGrammars:
@@ -27,7 +24,7 @@ class ToldGrammars:
         """By digest; those asked for last are at the end."""
         self._asking: dict[tuple[GatewayId, bytes], asyncio.Event] = {}
 
-    async def with_text(self, request: WorkT) -> WorkT | Refused:
+    async def with_text(self, request: RunAttempt) -> RunAttempt | Refused:
         """Return an attempt with its grammar, or why it cannot be begun."""
         digest = request.sampling.grammar_digest
         if not digest:
@@ -40,7 +37,7 @@ class ToldGrammars:
         sampling = msgspec.structs.replace(request.sampling, grammar=text, grammar_digest=b"")
         return msgspec.structs.replace(request, sampling=sampling)
 
-    async def _text_of(self, request: RunPrefill | ReserveBlocks) -> str | Refused:
+    async def _text_of(self, request: RunAttempt) -> str | Refused:
         """Ask a gateway for the text, but not twice at a time: who comes meanwhile waits for that answer, and asks
         again only where there was none."""
         digest = request.sampling.grammar_digest
@@ -58,7 +55,7 @@ class ToldGrammars:
         finally:
             self._asking.pop(key).set()
 
-    async def _ask(self, request: RunPrefill | ReserveBlocks) -> str | Refused:
+    async def _ask(self, request: RunAttempt) -> str | Refused:
         question = AskGrammar(request_id=request.request_id, attempt=request.attempt, deadline_ms=request.deadline_ms)
         try:
             told = await self._bus.ask(subjects.GRAMMAR, (request.gateway_id,), question, self._timeout_s)

@@ -25,7 +25,7 @@ from schemas.ids import WorkerId
 from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
 from schemas.message import Message
 from schemas.observe import DescribeWorker, WorkerDescribed
-from schemas.request import Refused, ReserveBlocks, RunPrefill
+from schemas.request import Refused, RunAttempt
 from schemas.worker import PingWorker, WorkerAlive, WorkerInfo, WorkerLeft, WorkerRole
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
@@ -227,7 +227,7 @@ class HolderShell(ABC, Generic[MemoryT]):
         """Let go of what reads that have ended had open. Blocks: a driver takes its time to unmap."""
         self._reader.release_ended()
 
-    def unproved(self, request: RunPrefill | ReserveBlocks | RequestLease) -> Refused | None:
+    def unproved(self, request: RunAttempt | RequestLease) -> Refused | None:
         """Return the refusal of a request of which nobody has proved whose it is, or None."""
         return self._parts.credentials.refusal(request, self._parts.worker_id)
 

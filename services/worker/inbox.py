@@ -5,7 +5,7 @@ import asyncio
 from schemas import subjects
 from schemas.ids import WorkerId
 from schemas.message import Message
-from schemas.request import AskProgress, Progress, RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
+from schemas.request import AskProgress, Progress, RefusalReason, Refused, RunAttempt, refuse
 from schemas.worker import DrainAnswered, DrainWorker
 from services.bus.typed import Received, TypedBus
 from services.telemetry import Telemetry
@@ -34,30 +34,30 @@ class Inbox:
         bus, me = self._bus, (self._worker_id,)
         for role in self._cores.roles:
             for subject, ids in role.hears():
-                if subject.reply:
-                    await bus.serve(tasks, subject, ids, self._on_asked)
-                else:
-                    await bus.listen(tasks, subject, ids, self._worker.on_event)
+                await bus.listen(tasks, subject, ids, self._worker.on_event)
+        await bus.serve(tasks, subjects.RUN, me, self._on_run)
         await bus.listen(tasks, subjects.CANCEL, ("*",), self._worker.on_event)
         await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await bus.serve(tasks, subjects.DRAIN, me, self._on_drain)
         await self._worker.subscribe_all(tasks)
 
-    async def _on_asked(self, received: Received[RunPrefill] | Received[ReserveBlocks]) -> Message | None:
-        """Let a role begin an attempt."""
+    async def _on_run(self, received: Received[RunAttempt]) -> Message | None:
+        """Begin an attempt, or say why not."""
         request = received.message
         reply = self._worker.unproved(request)
         if reply is None:
             found = await self._grammars.with_text(request)
             reply = found if isinstance(found, Refused) else self._begin(found, received.traceparent, received.subject)
-        self._measured.refused("run" if isinstance(request, RunPrefill) else "reserve", reply)
+        self._measured.refused("run", reply)
         return reply
 
-    def _begin(self, request: RunPrefill | ReserveBlocks, traceparent: str, cause: str) -> Message | None:
-        """The same, unless another role of this worker has the attempt: the engine could not tell them apart."""
+    def _begin(self, request: RunAttempt, traceparent: str, cause: str) -> Message | None:
+        """The same, unless this worker has the other end of the attempt: the engine could not tell them apart."""
         known = self._cores.find((request.request_id, request.attempt))
-        if known is not None and type(known.request) is not type(request):
-            return refuse(request, RefusalReason.INVALID, "another role of this worker has this attempt already")
+        if known is not None and (known.part == "decode") != (request.upstream is not None):
+            return refuse(request, RefusalReason.INVALID, "this worker has the attempt's other end already")
+        if request.upstream is not None and len(self._cores.roles) == 1:
+            return refuse(request, RefusalReason.INVALID, f"{self._worker_id} decodes nothing that others compute")
         asked = AttemptAsked(request, times_of(traceparent, self._telemetry.clock.ahead_ns), traceparent)
         return self._worker.step(asked, cause)
 

@@ -26,7 +26,7 @@ from schemas.worker import (
 from services.bus.typed import TypedBus
 from services.engine.process import RunningEngine
 from services.times import PresenceTimes
-from services.worker.core.attempts import AnyAttempt
+from services.worker.core.attempts import Attempt
 from services.worker.core.leases import Grant
 from services.worker.kv.holder import KVHolder
 from services.worker.limits import MAX_LINES, MAX_LISTED
@@ -175,7 +175,7 @@ class WorkerReporter(Reporter):
         return self.cores.held(now_ms)
 
 
-def _lines(attempts: Iterable[AnyAttempt]) -> tuple[TenantLine, ...]:
+def _lines(attempts: Iterable[Attempt]) -> tuple[TenantLine, ...]:
     """Return what each tenant has in line, those with most in front."""
     queued, uncomputed = Counter[str](), Counter[str]()
     for attempt in attempts:

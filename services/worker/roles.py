@@ -8,7 +8,7 @@ from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables
 from schemas.ids import BlockHash, GatewayId
 from schemas.observe import HeldRequest
-from services.worker.core.attempts import AnyAttempt, SentAnswer
+from services.worker.core.attempts import Attempt, SentAnswer
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.content import AttemptKey
 from services.worker.core.copies import CopyCore
@@ -41,11 +41,11 @@ class Cores:
         """Attempts and reads of copies, those that wait for blocks among them."""
         return sum(len(role.attempts) for role in self.roles) + len(self.copies.reading)
 
-    def attempts(self) -> Iterator[AnyAttempt]:
+    def attempts(self) -> Iterator[Attempt]:
         """Yield the records of all that is known here."""
         return (attempt for role in self.roles for attempt in role.attempts.values())
 
-    def find(self, key: AttemptKey) -> AnyAttempt | None:
+    def find(self, key: AttemptKey) -> Attempt | None:
         """Return the record of an attempt, whatever its role."""
         for role in self.roles:
             if (attempt := role.attempts.get(key)) is not None:

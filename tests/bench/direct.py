@@ -10,7 +10,7 @@ from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens
 from schemas.directory import LocateBlocks
 from schemas.ids import GatewayId, RequestId, WorkerId, new_id
-from schemas.request import KVSource, Refused, RequestTokens, RunPrefill, SamplingParams, TokensEmitted, TransferReport
+from schemas.request import KVSource, Refused, RequestTokens, RunAttempt, SamplingParams, TokensEmitted, TransferReport
 from schemas.subjects import Role
 from schemas.worker import WorkerInfo
 from services.bench.drive.http_client import RequestFailedError
@@ -77,7 +77,7 @@ class DirectClient:
     ) -> TimedFirstToken:
         """Have one worker compute one token, after it has read from the sources. Raises RequestFailedError."""
         request_id, deadline_ms = RequestId(new_id("req")), now_ms() + int(DIRECT_TIMEOUT_S * 1e3)
-        request = RunPrefill(
+        request = RunAttempt(
             request_id=request_id,
             attempt=1,
             deadline_ms=deadline_ms,

@@ -105,7 +105,7 @@ def test_bytes_are_told_by_their_number() -> None:
         (["req", "mesh.v1.worker.*.status"], ("is a pattern",)),
         (["req", "mesh.v1.worker.d.load"], ("nobody answers", "kvmesh sub")),
         (["req", "mesh.v1.worker.d.drain"], ("an observer may not ask", "pass --operator")),
-        (["req", "mesh.v1.prefill.p.run", "--operator"], ("an operator may not ask", "gateway may")),
+        (["req", "mesh.v1.worker.p.run", "--operator"], ("an operator may not ask", "gateway may")),
         (["req", "mesh.v1.scheduler.status", "{"], ("JSON object of a DescribeFleet",)),
         (["req", "mesh.v1.scheduler.status", "[1]"], ("JSON object of a DescribeFleet",)),
         (["req", "mesh.v1.scheduler.status", '{"after": 1}'], ("DescribeFleet", "$.after")),

@@ -1,5 +1,6 @@
 """A scheduler and workers that answer on the bus with scripted tokens, and misbehave on demand."""
 
+from schemas.request import AttemptAccepted
 import asyncio
 import contextlib
 from collections.abc import Callable
@@ -16,16 +17,13 @@ from schemas.request import (
     CancelRequest,
     Placement,
     PlaceRequest,
-    PrefillAccepted,
     Progress,
     RefusalReason,
     Refused,
     RequestFailure,
     RequestTokens,
-    ReservationAccepted,
-    ReserveBlocks,
     Reuse,
-    RunPrefill,
+    RunAttempt,
     SourceTokens,
     TokensEmitted,
     TransferReport,
@@ -75,9 +73,9 @@ class FakeMesh:
     conduct: dict[str, Conduct] = field(default_factory=dict)
     places: list[PlaceRequest] = field(default_factory=list)
     place_traces: list[str] = field(default_factory=list)
-    runs: list[RunPrefill] = field(default_factory=list)
+    runs: list[RunAttempt] = field(default_factory=list)
     run_traces: list[str] = field(default_factory=list)
-    reserves: list[ReserveBlocks] = field(default_factory=list)
+    reserves: list[RunAttempt] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
     questions: list[AskProgress] = field(default_factory=list)
     known: dict[tuple[str, str, int], list[RequestTokens]] = field(default_factory=dict)
@@ -95,13 +93,10 @@ class FakeMesh:
         if self.serves_scheduler:
             await self.bus.serve(tasks, subjects.PLACE, (), self._place)
             await self.bus.serve(tasks, subjects.FLEET, (), self._describe)
-        for worker in PREFILL_WORKERS:
-            await self.bus.serve(tasks, subjects.RUN, (worker,), self._runner(worker))
         for worker in (*PREFILL_WORKERS, *DECODE_WORKERS):
+            await self.bus.serve(tasks, subjects.RUN, (worker,), self._runner(worker))
             if not self.conduct.get(worker, Conduct()).is_gone:
                 await self.bus.serve(tasks, subjects.PROGRESS, (worker,), self._prober(worker))
-        for worker in DECODE_WORKERS:
-            await self.bus.serve(tasks, subjects.RESERVE, (worker,), self._reserver(worker))
         await self.bus.listen(tasks, subjects.CANCEL, ("*",), self._hear_cancel)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -173,45 +168,32 @@ class FakeMesh:
         return progress
 
     def _runner(self, worker: str):
-        async def run(received: Received[RunPrefill]) -> PrefillAccepted | Refused:
+        async def run(received: Received[RunAttempt]) -> AttemptAccepted | Refused:
             message = received.message
-            self.runs.append(message)
-            self.run_traces.append(received.traceparent)
+            if message.upstream is None:
+                self.runs.append(message)
+                self.run_traces.append(received.traceparent)
+            else:
+                self.reserves.append(message)
             await self._notify()
             conduct = self.conduct.get(worker, Conduct())
             if conduct.refuses:
                 return self._refuse(message, conduct.refuses, 1_500)
-            first = message.num_answered_tokens
-            last = first + 1 if message.handoff_id else message.sampling.max_tokens
+            first = message.num_answered_tokens + (message.upstream is not None)
+            last = first + 1 if message.downstream else message.sampling.max_tokens
             self._take(worker, message, first, last)
-            return PrefillAccepted(
+            return AttemptAccepted(
                 request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
                 worker_id=WorkerId(worker),
             )  # fmt: skip
 
         return run
 
-    def _reserver(self, worker: str):
-        async def reserve(received: Received[ReserveBlocks]) -> ReservationAccepted | Refused:
-            message = received.message
-            self.reserves.append(message)
-            await self._notify()
-            conduct = self.conduct.get(worker, Conduct())
-            if conduct.refuses:
-                return self._refuse(message, conduct.refuses, 1_500)
-            self._take(worker, message, message.num_answered_tokens + 1, message.sampling.max_tokens)
-            return ReservationAccepted(
-                request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
-                worker_id=WorkerId(worker), has_room=True,
-            )  # fmt: skip
-
-        return reserve
-
-    def _take(self, worker: str, message: RunPrefill | ReserveBlocks, start: int, end: int) -> None:
+    def _take(self, worker: str, message: RunAttempt, start: int, end: int) -> None:
         self.known[worker, message.request_id, message.attempt] = []
         self.tasks.create_task(self._generate(worker, message, start, end))
 
-    async def _generate(self, worker: str, message: RunPrefill | ReserveBlocks, start: int, end: int) -> None:
+    async def _generate(self, worker: str, message: RunAttempt, start: int, end: int) -> None:
         conduct = self.conduct.get(worker, Conduct())
         num_answered = message.num_answered_tokens
         num_prompt = len(message.prompt) // 4 - num_answered
@@ -245,14 +227,14 @@ class FakeMesh:
                 **_logprobs_of(message, prompt[:num_prompt], token, index),
             ))  # fmt: skip
 
-    async def _share(self, worker: str, message: RunPrefill | ReserveBlocks, share: RequestTokens) -> None:
+    async def _share(self, worker: str, message: RunAttempt, share: RequestTokens) -> None:
         self.known[worker, message.request_id, message.attempt].append(share)
         if share.index in self.conduct.get(worker, Conduct()).drops:
             return
         with contextlib.suppress(BusClosedError):  # the test is over
             await self.emit(message.gateway_id, worker, share)
 
-    def _refuse(self, message: PlaceRequest | RunPrefill | ReserveBlocks, reason: RefusalReason, after_ms: int):
+    def _refuse(self, message: PlaceRequest | RunAttempt, reason: RefusalReason, after_ms: int):
         return Refused(
             request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms, reason=reason,
             detail=f"{reason} for a test", retry_after_ms=after_ms,
@@ -264,7 +246,7 @@ def logprob_of(token: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(-(token % 8) / 8, tuple((other, -other / 16) for other in range(num_top)))
 
 
-def _logprobs_of(message: RunPrefill | ReserveBlocks, prompt: list[int], token: int, index: int) -> dict[str, Logprobs]:
+def _logprobs_of(message: RunAttempt, prompt: list[int], token: int, index: int) -> dict[str, Logprobs]:
     sampling, found = message.sampling, dict[str, Logprobs]()
     if sampling.logprobs is not None:
         found["logprobs"] = pack_logprobs([logprob_of(token, sampling.logprobs)])

@@ -1,5 +1,6 @@
 """Every absurd body ends in a 4xx of OpenAI's shape that names the field."""
 
+from schemas.request import OtherEnd
 import json
 import re
 import socket
@@ -17,8 +18,8 @@ from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, make_jobs, prepare
 from services.gateway.limits import MAX_BODY_BYTES
-from services.gateway.request.events import SendRun
-from services.gateway.request.job import run_message
+from services.gateway.request.events import SendAttempt
+from services.gateway.request.job import attempt_message
 from services.gateway.service import load_model
 from services.ports import bind
 from tests.credentials import SEED
@@ -293,8 +294,9 @@ def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     prepared = prepare(large, decode_body(huge(model, fits), is_chat=False))
     job = make_jobs(large.key_of("t" * 128), prepared, RequestId("req-1234567890123456"), 2**41, "")[0]
     sampling = msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64))
+    other = OtherEnd(worker_id=w, handoff_id=HandoffId("h" * 30))
     run = msgspec.structs.replace(
-        run_message(job, bytes(64), GatewayId("g" * 30), SendRun(1, w, w, HandoffId("h" * 30), replica=w), job.prompt),
+        attempt_message(job, bytes(64), GatewayId("g" * 30), SendAttempt(1, w, other, replica=w), job.prompt),
         sampling=sampling,
     )
     assert len(encode(run)) <= MAX_PAYLOAD_BYTES

@@ -1,5 +1,7 @@
 """The gateway's request, without an event loop: what happens in, what is done out."""
 
+from schemas.request import OtherEnd
+from schemas.ids import HandoffId
 import ast
 import inspect
 import itertools
@@ -41,8 +43,7 @@ from services.gateway.request.events import (
     PlaceRefused,
     PlaceUnanswered,
     SendCancel,
-    SendReserve,
-    SendRun,
+    SendAttempt,
     StopMatched,
     Submitted,
     TokensReceived,
@@ -113,8 +114,8 @@ def delivered(actions: list[Action]) -> list[int]:
 def test_a_split_request_asks_both_workers_at_once() -> None:
     request = new()
     assert request.handle(placed(), NOW) == [
-        SendRun(1, P1, D1, "req-1-1"),
-        SendReserve(1, P1, D1, "req-1-1"),
+        SendAttempt(1, P1, downstream=OtherEnd(worker_id=D1, handoff_id=HandoffId("req-1-1"))),
+        SendAttempt(1, D1, upstream=OtherEnd(worker_id=P1, handoff_id=HandoffId("req-1-1"))),
     ]
     assert request.handle(tokens(P1, 0, 10), NOW) == [Deliver(0, (10,))]
     assert request.handle(tokens(D1, 1, 11, 12), NOW) == [Deliver(1, (11, 12))]
@@ -124,14 +125,14 @@ def test_a_split_request_asks_both_workers_at_once() -> None:
 
 def test_no_decode_worker_is_no_split() -> None:
     request = new()
-    assert request.handle(placed(decode=None), NOW) == [SendRun(1, P1, None, None)]
+    assert request.handle(placed(decode=None), NOW) == [SendAttempt(1, P1)]
     assert feed(request, tokens(P1, 0, 1), tokens(P1, 1, 2, finish="length")) == [
         Deliver(0, (1,)), Deliver(1, (2,)), Finish("length"),
     ]  # fmt: skip
 
 
 def test_one_token_is_never_split() -> None:
-    assert new(max_tokens=1).handle(placed(), NOW) == [SendRun(1, P1, None, None)]
+    assert new(max_tokens=1).handle(placed(), NOW) == [SendAttempt(1, P1)]
 
 
 def test_a_split_request_that_ends_at_token_0_lets_the_decode_worker_go() -> None:
@@ -226,8 +227,8 @@ def test_a_failed_attempt_is_cancelled_and_made_again_elsewhere(
     later += feed(request, tokens(P2, had, had + 1, attempt=2), tokens(D2, had + 1, had + 2, had + 3, attempt=2))
     assert request.tokens == [*range(1, had + 4)]
     assert later == [
-        SendRun(2, P2, D2, "req-1-2", num_answered=had),
-        SendReserve(2, P2, D2, "req-1-2", num_answered=had),
+        SendAttempt(2, P2, None, OtherEnd(worker_id=D2, handoff_id=HandoffId("req-1-2")), num_answered=had),
+        SendAttempt(2, D2, OtherEnd(worker_id=P2, handoff_id=HandoffId("req-1-2")), num_answered=had),
         Deliver(had, (had + 1,)),
         Deliver(had + 1, (had + 2, had + 3)),
     ]
@@ -408,7 +409,7 @@ def test_the_reports_are_those_of_the_first_attempt_that_gave_tokens() -> None:
 def test_the_sources_of_a_placement_go_to_both_workers() -> None:
     sources = (KVSource(worker_id=D1, first_block=0, num_blocks=3),)
     run, reserve = new().handle(PlaceGranted(1, placement(P1, D1, sources)), NOW)
-    assert isinstance(run, SendRun) and isinstance(reserve, SendReserve)
+    assert isinstance(run, SendAttempt) and isinstance(reserve, SendAttempt)
     assert run.sources == reserve.sources == sources
 
 
@@ -479,7 +480,7 @@ def test_whatever_happens(events: list[Event]) -> None:
     assert len(out) <= 10
     ends = [at for at, action in enumerate(actions) if isinstance(action, ENDS)]
     assert ends == [len(actions) - 1]
-    runs = [a.attempt for a in actions if isinstance(a, SendRun)]
+    runs = [a.attempt for a in actions if isinstance(a, SendAttempt) and a.upstream is None]
     cancels = [a.attempt for a in actions if isinstance(a, SendCancel)]
     assert len(set(runs)) == len(runs)
     assert len(set(cancels)) == len(cancels)

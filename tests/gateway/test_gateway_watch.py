@@ -24,7 +24,7 @@ from services.gateway.request.events import (
     ProgressAnswered,
     ProgressOutcome,
     SendCancel,
-    SendRun,
+    SendAttempt,
     WorkerAccepted,
     WorkerLost,
     WorkerSilent,
@@ -199,7 +199,7 @@ def test_an_answer_survives_any_number_of_kills() -> None:
         )
     assert actions[-1] == Finish("length")
     assert request.tokens == [*range(40)]
-    assert [a.num_answered for a in actions if isinstance(a, SendRun)] == [*range(0, 40, 2)]
+    assert [a.num_answered for a in actions if isinstance(a, SendAttempt) and a.upstream is None] == [*range(0, 40, 2)]
 
 
 def test_attempts_in_a_row_without_a_token_are_bounded() -> None:
@@ -231,7 +231,7 @@ def test_a_client_that_has_all_its_tokens_misses_only_the_end() -> None:
 def test_one_token_left_is_not_split() -> None:
     request = new(max_tokens=3)
     run = feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2), LEFT_D1, placed(2, P2, D2))[-1]
-    assert run == SendRun(2, P2, None, None, num_answered=2)
+    assert run == SendAttempt(2, P2, num_answered=2)
 
 
 @pytest.mark.parametrize("event", [PlaceRefused(2, RefusalReason.NO_WORKER, "", 400), PlaceUnanswered(2, "nobody")])
@@ -376,7 +376,7 @@ def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: i
             case Deliver(index=index):
                 assert index == len(delivered)
                 delivered += action.tokens
-            case AskPlacement(num_answered=num) | SendRun(num_answered=num):
+            case AskPlacement(num_answered=num) | SendAttempt(num_answered=num):
                 assert num == len(delivered)
             case AskWorker(index=index):
                 assert index == len(delivered)
@@ -386,6 +386,6 @@ def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: i
     assert [at for at, action in enumerate(actions) if isinstance(action, ENDS)] == [len(actions) - 1]
     if isinstance(actions[-1], Finish):
         assert len(delivered) == 10
-    runs = [action.attempt for action in actions if isinstance(action, SendRun)]
+    runs = [a.attempt for a in actions if isinstance(a, SendAttempt) and a.upstream is None]
     cancels = [action.attempt for action in actions if isinstance(action, SendCancel)]
     assert len(set(cancels)) == len(cancels) and set(runs[:-1]) <= set(cancels) <= set(runs)

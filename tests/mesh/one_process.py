@@ -3,6 +3,8 @@
 In a test with virtual time engines and streams are cooperative threads and a step takes as long as the simulator says.
 """
 
+from schemas.request import OtherEnd
+from schemas.request import AttemptAccepted
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,13 +23,10 @@ from schemas.request import (
     KVSource,
     Placement,
     PlaceRequest,
-    PrefillAccepted,
     Progress,
     RequestFailure,
     RequestTokens,
-    ReservationAccepted,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     SamplingParams,
     TokensEmitted,
     TransferReport,
@@ -229,36 +228,25 @@ class Client:
         placement = route or await self.place(request_id, len(prompt), sampling.max_tokens, prompt=prompt)
         answer = self.expect(request_id)
         deadline = now_ms() + deadline_ms
-        split = placement.decode_worker is not None
-        handoff_id = HandoffId(f"{request_id}-1") if split else None
-        run = RunPrefill(
+        handoff_id = HandoffId(f"{request_id}-1")
+        source, target = placement.prefill_worker, placement.decode_worker
+        run = RunAttempt(
             request_id=RequestId(request_id),
             attempt=1,
             deadline_ms=deadline,
             gateway_id=self.gateway_id,
             prompt=pack_tokens(prompt),
             sampling=sampling,
-            handoff_id=handoff_id,
-            decode_worker=placement.decode_worker,
+            downstream=OtherEnd(worker_id=target, handoff_id=handoff_id) if target is not None else None,
             sources=placement.sources,
         )
-        asked = [self.bus.ask(subjects.RUN, (placement.prefill_worker,), run, 30)]
-        if placement.decode_worker is not None and handoff_id is not None:
-            reserve = ReserveBlocks(
-                request_id=RequestId(request_id),
-                attempt=1,
-                deadline_ms=deadline,
-                gateway_id=self.gateway_id,
-                handoff_id=handoff_id,
-                prefill_worker=placement.prefill_worker,
-                prompt=pack_tokens(prompt),
-                sampling=sampling,
-                sources=placement.sources,
-            )
-            asked.append(self.bus.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
+        asked = [self.bus.ask(subjects.RUN, (source,), run, 30)]
+        if target is not None:
+            upstream = OtherEnd(worker_id=source, handoff_id=handoff_id)
+            other = msgspec.structs.replace(run, upstream=upstream, downstream=None)
+            asked.append(self.bus.ask(subjects.RUN, (target,), other, 30))
         replies = await asyncio.gather(*asked)
-        assert isinstance(replies[0], PrefillAccepted), replies[0]
-        assert len(replies) == 1 or isinstance(replies[1], ReservationAccepted), replies[1]
+        assert all(isinstance(reply, AttemptAccepted) for reply in replies), replies
         return answer
 
     async def complete(

@@ -16,7 +16,7 @@ from schemas.request import (
     GrammarTold,
     RefusalReason,
     Refused,
-    RunPrefill,
+    RunAttempt,
     SamplingParams,
     digest_of_grammar,
 )
@@ -184,7 +184,7 @@ async def test_without_its_grammar_no_attempt_begins(says: str | None, reason: R
     async with one_process_mesh(make_parts("d-0", "decode", start_grammar=long_grammar)) as client:
         if says is not None:
             await client.serve(subjects.GRAMMAR, tell)
-        run = RunPrefill(
+        run = RunAttempt(
             request_id=RequestId("r0"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
             prompt=pack_tokens(PROMPT), sampling=told_by_digest(),
         )  # fmt: skip

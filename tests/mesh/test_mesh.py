@@ -117,7 +117,7 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
     assert list(dict.fromkeys(steps)) == ["reserved", "offered", "streaming", "landed", "released"]
     request_id = str(heard[0][1]["request_id"])
     assert [subject for subject, _ in heard[:2]] == [subjects.ACCEPTED.of(request_id), subjects.PLACE.of()]
-    assert {subjects.RUN.of("prefill-0"), subjects.RESERVE.of("decode-0")} <= {subject for subject, _ in heard}
+    assert {subjects.RUN.of("prefill-0"), subjects.RUN.of("decode-0")} <= {subject for subject, _ in heard}
 
 
 def test_the_trace_is_one_connected_tree(mesh: Mesh) -> None:

@@ -1,5 +1,6 @@
 """The services as they are, in one process on a memory bus. The fake engine reads its KV: wrong KV is wrong tokens."""
 
+from schemas.request import OtherEnd
 import asyncio
 import random
 import time
@@ -17,11 +18,9 @@ from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import (
     KVSource,
-    PrefillAccepted,
+    AttemptAccepted,
     Refused,
-    ReservationAccepted,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     SamplingParams,
 )
 from services.bus.limits import MAX_PAYLOAD_BYTES, MIN_PAYLOAD_BYTES
@@ -162,8 +161,7 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
     """A cancel right behind an offer: the read's task has not run yet, and its blocks must come back all the same."""
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
-        reply = await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10)
-        assert isinstance(reply, ReservationAccepted) and reply.has_room
+        assert isinstance(await client.bus.ask(subjects.RUN, ("d-0",), reserve, 10), AttemptAccepted)
         await client.until(lambda fleet: any(w.blocks.running for w in fleet))
         offer = offer_for(reserve)
         # Without a pause between them, both are handled before the read's task has its first turn.
@@ -172,27 +170,27 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
         await client.until_free()
 
 
-def reservation(client: Client, number: int, *, max_tokens: int = 5) -> ReserveBlocks:
+def reservation(client: Client, number: int, *, max_tokens: int = 5) -> RunAttempt:
     """A reservation for which no prefill worker has been asked: it waits for an offer that does not come."""
-    return ReserveBlocks(
+    return RunAttempt(
         request_id=RequestId(f"r{number}"),
         attempt=1,
         deadline_ms=now_ms() + 60_000,
         gateway_id=client.gateway_id,
-        handoff_id=HandoffId(f"r{number}-1"),
-        prefill_worker=WorkerId("p-0"),
+        upstream=OtherEnd(worker_id=WorkerId("p-0"), handoff_id=HandoffId(f"r{number}-1")),
         prompt=pack_tokens([1, 2, 3]),
         sampling=SamplingParams(max_tokens=max_tokens),
     )
 
 
-def offer_for(reserve: ReserveBlocks) -> KVOffered:
+def offer_for(reserve: RunAttempt) -> KVOffered:
     """An offer that leads nowhere."""
+    assert reserve.upstream is not None
     return KVOffered(
         request_id=reserve.request_id,
         attempt=1,
         deadline_ms=reserve.deadline_ms,
-        handoff_id=reserve.handoff_id,
+        handoff_id=reserve.upstream.handoff_id,
         source_worker=WorkerId("p-0"),
         target_worker=WorkerId("d-0"),
         lease_id=LeaseId("lease"),
@@ -208,13 +206,11 @@ def offer_for(reserve: ReserveBlocks) -> KVOffered:
 async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
     async with asyncio.timeout(60):
         async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode", num_blocks=10)) as client:
-            replies = [
-                await client.bus.ask(subjects.RESERVE, ("d-0",), reservation(client, n, max_tokens=70), 10)
-                for n in range(4)
-            ]
+            for number in range(4):
+                reply = await client.bus.ask(subjects.RUN, ("d-0",), reservation(client, number, max_tokens=70), 10)
+                assert isinstance(reply, AttemptAccepted)
             await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3)
             await client.until(lambda fleet: [line.num_queued for w in fleet for line in w.lines] == [3])
-    assert [reply.has_room for reply in replies if isinstance(reply, ReservationAccepted)] == [True] + [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -230,8 +226,7 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
         answer = client.expect("r0")
-        reply = await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10)
-        assert isinstance(reply, ReservationAccepted) and reply.has_room
+        assert isinstance(await client.bus.ask(subjects.RUN, ("d-0",), reserve, 10), AttemptAccepted)
         await client.bus.publish(
             subjects.OFFERED,
             ("p-0", "d-0", "r0-1"),
@@ -288,14 +283,14 @@ async def test_hostile_messages_end_no_worker() -> None:
                 asked = msgspec.structs.replace(lease, **change)
                 reply = await client.bus.ask(subjects.LEASE, (worker, asked.reader), asked, 10)
                 assert isinstance(reply, Refused)
-        run = RunPrefill(
+        run = RunAttempt(
             request_id=RequestId("twice"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
             prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=2_000, ignore_eos=True),
         )  # fmt: skip
         client.expect("twice")
-        assert isinstance(await client.bus.ask(subjects.RUN, ("d-0",), run, 10), PrefillAccepted)
+        assert isinstance(await client.bus.ask(subjects.RUN, ("d-0",), run, 10), AttemptAccepted)
         same = msgspec.structs.replace(reservation(client, 0), request_id=RequestId("twice"))
-        assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), same, 10), Refused)
+        assert isinstance(await client.bus.ask(subjects.RUN, ("d-0",), same, 10), Refused)
         await client.cancel("twice")
         answer = await client.complete("after", [4, 5, 6], params)
         same_tokens(answer.token_ids, expected([4, 5, 6], params))

@@ -47,7 +47,7 @@ SERVED: dict[str, set[Subject[Any, Any]]] = {
     "scheduler": {subjects.PLACE, subjects.FLEET, subjects.LEAVE, subjects.TIME},
     "directory": {subjects.LOCATE, subjects.DIRECTORY_STATUS, subjects.HEAT},
     "prefill": WORKER,
-    "decode": {*WORKER, subjects.RESERVE},
+    "decode": WORKER,
     "store": {subjects.PING, subjects.WORKER_STATUS, subjects.PURGE, subjects.INVENTORY, subjects.LEASE},
 }
 

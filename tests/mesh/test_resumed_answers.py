@@ -9,7 +9,7 @@ import pytest
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.ids import HandoffId, RequestId, WorkerId
-from schemas.request import PrefillAccepted, Refused, ReserveBlocks, RunPrefill, SamplingParams
+from schemas.request import AttemptAccepted, OtherEnd, RunAttempt, SamplingParams
 from services.engine.fake import fake_answer
 from services.runtime import now_ms
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, make_parts, one_process_mesh
@@ -27,21 +27,18 @@ async def resume(
     request_id, handoff_id = RequestId(f"r{number}"), HandoffId(f"r{number}-1")
     answer = client.expect(request_id)
     answer.tokens.update(enumerate(so_far))
-    run = RunPrefill(
+    run = RunAttempt(
         request_id=request_id, attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
         prompt=pack_tokens([*prompt, *so_far]), sampling=params, num_answered_tokens=len(so_far), tenant="t",
-        handoff_id=handoff_id if split else None, decode_worker=WorkerId("d0") if split else None,
+        downstream=OtherEnd(worker_id=WorkerId("d0"), handoff_id=handoff_id) if split else None,
     )  # fmt: skip
     asked = [client.bus.ask(subjects.RUN, ("p0",), run, 30)]
     if split:
-        reserve = ReserveBlocks(
-            request_id=request_id, attempt=1, deadline_ms=run.deadline_ms, gateway_id=client.gateway_id,
-            handoff_id=handoff_id, prefill_worker=WorkerId("p0"), prompt=run.prompt, sampling=params,
-            num_answered_tokens=len(so_far), tenant="t",
-        )  # fmt: skip
-        asked.append(client.bus.ask(subjects.RESERVE, ("d0",), reserve, 30))
+        source = OtherEnd(worker_id=WorkerId("p0"), handoff_id=handoff_id)
+        other = msgspec.structs.replace(run, upstream=source, downstream=None)
+        asked.append(client.bus.ask(subjects.RUN, ("d0",), other, 30))
     replies = await asyncio.gather(*asked)
-    assert isinstance(replies[0], PrefillAccepted) and not any(isinstance(reply, Refused) for reply in replies)
+    assert all(isinstance(reply, AttemptAccepted) for reply in replies)
     await answer.end()
     return answer
 

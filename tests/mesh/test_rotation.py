@@ -19,7 +19,7 @@ from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens
 from schemas.ids import GatewayId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, ReadEnd, RequestLease
-from schemas.request import PrefillAccepted, RunPrefill, SamplingParams
+from schemas.request import AttemptAccepted, RunAttempt, SamplingParams
 from schemas.subjects import Role
 from schemas.worker import WorkerLoad
 from services.bus.embedded import EmbeddedNats
@@ -100,11 +100,11 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
         await bus.listen(tasks, subjects.LOAD, (WORKER,), on_load)
         endpoint = (await loads.get()).worker.endpoint
         assert endpoint is not None
-        run = RunPrefill(
+        run = RunAttempt(
             request_id=RequestId("r1"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=GatewayId("g"),
             prompt=pack_tokens(prompt), sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
         )  # fmt: skip
-        assert isinstance(await bus.ask(subjects.RUN, (WORKER,), proved(run), 10), PrefillAccepted)
+        assert isinstance(await bus.ask(subjects.RUN, (WORKER,), proved(run), 10), AttemptAccepted)
         while (await loads.get()).blocks.cached < len(hashes):
             pass  # until the prompt is computed and kept
 

@@ -547,27 +547,25 @@ def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
 def new_seed_for_a_new_attempt(patch: pytest.MonkeyPatch) -> None:
     import services.gateway.requests as requests
 
-    for name in ("run_message", "reserve_message"):
-        make = getattr(requests, name)
+    make = requests.attempt_message
 
-        def reseeded(job: Any, proof: Any, gateway_id: Any, action: Any, prompt: Any, make: Any = make) -> Any:
-            sampling = msgspec.structs.replace(job.sampling, seed=job.sampling.seed + action.attempt - 1)
-            return make(dataclasses.replace(job, sampling=sampling), proof, gateway_id, action, prompt)
+    def reseeded(job: Any, proof: Any, gateway_id: Any, action: Any, prompt: Any) -> Any:
+        sampling = msgspec.structs.replace(job.sampling, seed=job.sampling.seed + action.attempt - 1)
+        return make(dataclasses.replace(job, sampling=sampling), proof, gateway_id, action, prompt)
 
-        patch.setattr(requests, name, reseeded)
+    patch.setattr(requests, "attempt_message", reseeded)
 
 
 @bug("an answer that goes on elsewhere counts its tokens from zero again", "kill", "pause", "drain")
 def resumed_answer_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
     import services.gateway.requests as requests
 
-    for name in ("run_message", "reserve_message"):
-        make = getattr(requests, name)
+    make = requests.attempt_message
 
-        def uncounted(*arguments: Any, make: Any = make) -> Any:
-            return msgspec.structs.replace(make(*arguments), num_answered_tokens=0)
+    def uncounted(*arguments: Any) -> Any:
+        return msgspec.structs.replace(make(*arguments), num_answered_tokens=0)
 
-        patch.setattr(requests, name, uncounted)
+    patch.setattr(requests, "attempt_message", uncounted)
 
 
 @bug("a failure in mid-stream ends with [DONE], as if all were well", options=NO_BROKER)

@@ -20,8 +20,8 @@ from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import (
     AttemptEnd,
     FirstTokenTimes,
-    PrefillAccepted,
-    RunPrefill,
+    AttemptAccepted,
+    RunAttempt,
     SamplingParams,
     TransferReport,
 )
@@ -72,7 +72,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 def attempt_of(traceparent: str) -> PrefillAttempt:
     """Return an attempt that has just come."""
-    request = RunPrefill(
+    request = RunAttempt(
         request_id=RequestId("req-1"), attempt=1, deadline_ms=1, gateway_id=GatewayId("g"),
         prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=100),
     )  # fmt: skip
@@ -257,7 +257,7 @@ def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     reply = case.one(case.decide(core, again, 1), SendReply).message
     accepted_ns = asked.times.accepted_ns
     date_ns = accepted_ns + AHEAD_NS
-    assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == date_ns, "a repeat changes nothing"
+    assert isinstance(reply, AttemptAccepted) and reply.accepted_ns == date_ns, "a repeat changes nothing"
     result = step(submit.sequence, accepted_ns + 100, samples=True)
     report = case.one(case.decide(core, result, 2), Emit).tokens.report
     assert report is not None and report.first_token == FirstTokenTimes(

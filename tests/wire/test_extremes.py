@@ -141,7 +141,7 @@ HEARD_BY_WORKERS = (
 
 @quick
 @given(
-    st.lists(messages(request.RunPrefill, request.ReserveBlocks, *HEARD_BY_WORKERS), max_size=6),
+    st.lists(messages(request.RunAttempt, *HEARD_BY_WORKERS), max_size=6),
     st.lists(messages(kv.RequestLease, kv.ReplicateBlocks), max_size=3),
 )
 def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
@@ -155,7 +155,7 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
         case.decide(core, AttemptAsked(case.run_prefill(), AttemptTimes()), NOW)
         case.decide(core, AttemptAsked(case.reserve(), AttemptTimes()), NOW)
     for message in heard:
-        is_asked = isinstance(message, request.RunPrefill | request.ReserveBlocks)
+        is_asked = isinstance(message, request.RunAttempt)
         for core in cores:
             case.decide(core, AttemptAsked(message, AttemptTimes()) if is_asked else message, NOW)
     for message in asked:

@@ -199,7 +199,7 @@ async def test_an_observer_hears_all_that_it_may_with_one_subscription(url: str,
     assert heard == named
 
 
-SECRET = (subjects.RUN, subjects.RESERVE, subjects.TOKENS, subjects.OFFERED, subjects.LEASE, subjects.PROGRESS)
+SECRET = (subjects.RUN, subjects.TOKENS, subjects.OFFERED, subjects.LEASE, subjects.PROGRESS)
 HASHES = (
     subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.LOCATE, subjects.HEAT,
     subjects.PLACE,

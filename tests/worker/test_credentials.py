@@ -7,7 +7,7 @@ import pytest
 
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill
+from schemas.request import RefusalReason, Refused, RunAttempt
 from schemas.subjects import Role
 from services.config import MeshConfig
 from services.errors import UserError
@@ -33,14 +33,14 @@ LEASE = RequestLease(
 )  # fmt: skip
 
 
-def reason(request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId = ME) -> RefusalReason | None:
+def reason(request: RunAttempt | RequestLease, holder: WorkerId = ME) -> RefusalReason | None:
     refused = CREDENTIALS.refusal(request, holder)
     return None if refused is None else refused.reason
 
 
 @pytest.mark.parametrize("request_", [case.run_prefill(), case.reserve(), LEASE], ids=lambda each: type(each).__name__)
 def test_a_request_is_taken_with_its_gateways_signature_only(
-    request_: RunPrefill | ReserveBlocks | RequestLease,
+    request_: RunAttempt | RequestLease,
 ) -> None:
     signed = proved(msgspec.structs.replace(request_, deadline_ms=now_ms() + 60_000))
     assert reason(signed) is None
@@ -75,7 +75,7 @@ def test_what_a_holder_knows_of_clocks_is_bounded() -> None:
     assert len(clocks._ahead_ms) == MAX_SIGNERS
 
 
-def _proved_for(signer: TenantSigner, seconds: int) -> RunPrefill:
+def _proved_for(signer: TenantSigner, seconds: int) -> RunAttempt:
     run = case.run_prefill()
     proof = signer.sign(run.request_id, run.tenant, now_ms() + 1_000 * seconds)
     return msgspec.structs.replace(run, proof=proof)

@@ -13,7 +13,7 @@ from schemas.request import (
     AttemptFailure,
     RefusalReason,
     Refused,
-    ReservationAccepted,
+    AttemptAccepted,
 )
 from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
@@ -74,7 +74,7 @@ class Bench:
 def test_a_hand_over_from_reservation_to_the_last_token() -> None:
     bench = Bench()
     reply, actions = case.ask(bench.core, case.reserve(), 0)
-    assert isinstance(reply, ReservationAccepted) and reply.has_room and published(actions) == [BlocksReserved]
+    assert isinstance(reply, AttemptAccepted) and published(actions) == [BlocksReserved]
     read = one(bench.hear(case.offered()), StartRead).read
     assert sum(s.num_blocks for s in read.tables[0].segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
     assert published(bench.hear(ReadStarted(read, "shm"))) == [KVStreaming]
@@ -185,7 +185,7 @@ def test_a_reservation_waits_for_blocks_and_is_answered_then() -> None:
     bench = Bench(num_blocks=3)
     case.ask(bench.core, case.reserve(1), 0)
     reply, actions = case.ask(bench.core, case.reserve(2, first=50), 0)
-    assert isinstance(reply, ReservationAccepted) and not reply.has_room and actions == []
+    assert isinstance(reply, AttemptAccepted) and actions == []
     assert bench.core.num_queued == 1
     actions = bench.hear(case.cancel(1), 1)
     said = [a.message for a in actions if isinstance(a, Publish)]
@@ -319,7 +319,7 @@ def test_a_worker_that_finishes_what_it_has_still_reads_what_it_has_reserved() -
 def test_one_hand_over_belongs_to_one_attempt() -> None:
     bench = Bench()
     case.ask(bench.core, case.reserve(1), 0)
-    stolen = msgspec.structs.replace(case.reserve(2), handoff_id=case.reserve(1).handoff_id)
+    stolen = msgspec.structs.replace(case.reserve(2), upstream=case.reserve(1).upstream)
     reply, actions = case.ask(bench.core, stolen, 0)
     assert isinstance(reply, Refused) and reply.reason == RefusalReason.INVALID and actions == []
     assert len(bench.core.attempts) == 1
@@ -382,7 +382,7 @@ def test_a_reservation_gets_the_blocks_that_the_other_core_gives_back() -> None:
     bench, leases = Bench(), LeaseTable()
     alone = PrefillCore(case.limits(case.DECODE), bench.cache, leases)
     _, actions = case.ask(alone, case.run_prefill(1, num_tokens=20, split=False))
-    assert isinstance(case.ask(bench.core, case.reserve(2, num_tokens=20), 0)[0], ReservationAccepted)
+    assert isinstance(case.ask(bench.core, case.reserve(2, num_tokens=20), 0)[0], AttemptAccepted)
     end = case.sampled(one(actions, Submit).sequence, 0, finish="stop", local_end=True)
     case.decide(alone, end, 1)
     assert published(bench.hear(end, 1)) == [BlocksReserved]

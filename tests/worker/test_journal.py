@@ -22,11 +22,11 @@ def key(number: int) -> tuple[RequestId, int]:
 async def test_steps_say_where_an_event_came_from_and_what_was_decided() -> None:
     journal, request = Journal(), case.run_prefill(7)
     asked = AttemptAsked(request, times_of("", 0))
-    journal.note("mesh.v1.prefill.p.run", asked, [Withdraw(key(1)), Withdraw(key(2)), SendReply(request)])
+    journal.note("mesh.v1.worker.p.run", asked, [Withdraw(key(1)), Withdraw(key(2)), SendReply(request)])
     journal.note("engine", StepResult(0, 1, 6, 2, (), ()), [])
     journal.note("engine", SequenceFailed(key(3), "no memory", AttemptFailure.ENGINE_FAILED), [])
     assert [line.partition(" s ago  ")[2] for line in journal.lines()] == [
-        "mesh.v1.prefill.p.run: AttemptAsked r7 → Withdraw ×2, SendReply",
+        "mesh.v1.worker.p.run: AttemptAsked r7 → Withdraw ×2, SendReply",
         "engine: StepResult of 6 prompt tokens and 2 answers → nothing",
         "engine: SequenceFailed r3 → nothing",
     ]

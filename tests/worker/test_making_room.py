@@ -5,7 +5,7 @@ import pytest
 
 from schemas.handoff import BlocksReserved, FirstToken
 from schemas.ids import RequestId
-from schemas.request import AttemptFailure, RequestFailure, ReservationAccepted
+from schemas.request import AttemptFailure, RequestFailure, AttemptAccepted
 from services.engine.interface import Sequence
 from services.times import Times
 from services.worker.core.actions import Action, Emit, Submit, Withdraw
@@ -39,7 +39,7 @@ def decoding(bench: Bench, number: int, *, num_answered: int = 0, num_tokens: in
 def wants_room(bench: Bench, number: int = 9, *, spare: int = BLOCKS) -> list[Action]:
     request = msgspec.structs.replace(case.reserve(number, first=100 * number), spare_blocks=spare)
     reply, actions = case.ask(bench.decode, request, 50)
-    assert isinstance(reply, ReservationAccepted)
+    assert isinstance(reply, AttemptAccepted)
     return bench.checked(actions)
 
 

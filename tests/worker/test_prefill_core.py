@@ -1,12 +1,15 @@
 """The prefill worker's decisions, step by step."""
 
+from schemas.request import OtherEnd
+from schemas.ids import HandoffId
+from schemas.ids import WorkerId
 import msgspec
 import pytest
 
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.kv import LeaseEnd
 from schemas.logprobs import TokenLogprob, pack_logprobs
-from schemas.request import AttemptEnd, RefusalReason, Refused, RunPrefill
+from schemas.request import AttemptEnd, RefusalReason, Refused, RunAttempt
 from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
 from services.times import Times
@@ -40,15 +43,15 @@ class Bench:
         limits = case.limits(case.PREFILL, num_blocks=num_blocks, max_queued=max_queued)
         self.core = PrefillCore(limits, self.cache, self.leases)
 
-    def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+    def run(self, request: RunAttempt, now_ms: int = 0) -> list[Action]:
         return self.checked(case.run(self.core, request, now_ms))
 
-    def run_ready(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+    def run_ready(self, request: RunAttempt, now_ms: int = 0) -> list[Action]:
         """Run a prompt whose decode worker has said that it has room."""
         self.hear(case.reserved(int(request.request_id[1:])), now_ms)
         return self.run(request, now_ms)
 
-    def refused(self, request: RunPrefill, now_ms: int = 0) -> Refused:
+    def refused(self, request: RunAttempt, now_ms: int = 0) -> Refused:
         reply, actions = case.ask(self.core, request, now_ms)
         assert isinstance(reply, Refused) and not actions
         return reply
@@ -216,7 +219,7 @@ def test_a_full_queue_refuses() -> None:
         (msgspec.structs.replace(case.run_prefill(), tenant="t" * 3_000), 0, RefusalReason.INVALID),
     ],
 )
-def test_what_cannot_be_served_is_refused(request_: RunPrefill, now_ms: int, reason: str) -> None:
+def test_what_cannot_be_served_is_refused(request_: RunAttempt, now_ms: int, reason: str) -> None:
     bench = Bench()
     assert bench.refused(request_, now_ms).reason == reason
     bench.assert_empty()
@@ -368,7 +371,7 @@ def test_a_cancel_that_overtakes_its_request_holds() -> None:
 def test_one_hand_over_belongs_to_one_attempt() -> None:
     bench = Bench()
     bench.run(case.run_prefill(1))
-    stolen = msgspec.structs.replace(case.run_prefill(2), handoff_id=case.run_prefill(1).handoff_id)
+    stolen = msgspec.structs.replace(case.run_prefill(2), downstream=case.run_prefill(1).downstream)
     assert bench.refused(stolen).reason == RefusalReason.INVALID
 
 
@@ -512,8 +515,9 @@ def test_a_draining_worker_reads_from_nobody() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"decode_worker": "d" * 3000},
-        {"handoff_id": "a.b"},
+        {"downstream": OtherEnd(worker_id=WorkerId("d" * 3000), handoff_id=HandoffId("h"))},
+        {"downstream": OtherEnd(worker_id=case.DECODE, handoff_id=HandoffId("a.b"))},
+        {"upstream": OtherEnd(worker_id=case.DECODE, handoff_id=HandoffId("h"))},
         {"gateway_id": ">"},
         {"request_id": ""},
         {"sources": (case.source("x y", 0, 1),)},

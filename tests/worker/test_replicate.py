@@ -18,7 +18,7 @@ from schemas.block import hash_blocks, join_hashes, split_hashes
 from schemas.directory import LocateBlocks, ReadInventory
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.message import Message
-from schemas.request import ReserveBlocks, RunPrefill
+from schemas.request import RunAttempt
 from schemas.subjects import Subject
 from services.bus.memory import MemoryBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig
@@ -50,7 +50,7 @@ def name_replica(client: Client, replica: WorkerId, tenant: str = "") -> None:
     async def with_replica(
         subject: Subject[Any, Any], ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
     ) -> Any:
-        if isinstance(message, RunPrefill | ReserveBlocks):
+        if isinstance(message, RunAttempt):
             message = msgspec.structs.replace(message, replica=replica, tenant=tenant)
         return await ask(client.bus, subject, ids, message, timeout_s, traceparent)
 

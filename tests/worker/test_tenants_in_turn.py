@@ -7,7 +7,7 @@ import pytest
 
 from schemas.handoff import BlocksReserved
 from schemas.ids import RequestId
-from schemas.request import PrefillAccepted, RefusalReason, Refused, ReservationAccepted
+from schemas.request import AttemptAccepted, RefusalReason, Refused
 from services.decode.core import DecodeCore
 from services.engine.turns import TenantTurns
 from services.prefill.core import PrefillCore
@@ -83,7 +83,7 @@ def test_a_prompt_waits_for_no_other_tenant_s_backlog() -> None:
     for number in range(20):
         case.ask(core, of("a", case.run_prefill(number, first=10 * number, split=False)))
     reply, _ = case.ask(core, of("b", case.run_prefill(20, first=500, split=False)))
-    assert isinstance(reply, PrefillAccepted)
+    assert isinstance(reply, AttemptAccepted)
     (first,) = [attempt for attempt in core.attempts.values() if attempt.stage == "computing"]
     case.hear(core, case.cancel(0), 1)
     actions = case.hear(core, SequenceRemoved(first.key), 2)
@@ -99,8 +99,8 @@ def test_a_tenant_s_backlog_leaves_the_others_places_in_the_queue(most: int) -> 
         for _ in range(most + 2):
             number += 1
             reply, _ = case.ask(core, of(tenant, case.reserve(number, first=number)))
-            taken[tenant] += isinstance(reply, ReservationAccepted)
-            assert isinstance(reply, ReservationAccepted) or (
+            taken[tenant] += isinstance(reply, AttemptAccepted)
+            assert isinstance(reply, AttemptAccepted) or (
                 isinstance(reply, Refused) and reply.reason is RefusalReason.OVERLOADED
             )
     assert (taken["a"], taken["b"], taken["c"]) == (most, most // 2, most // 3)

@@ -15,7 +15,7 @@ from schemas.kv import PurgeBlocks, ReadEnd
 from schemas.message import Message
 from schemas.worker import LeftReason, WorkerLeft
 from services.times import Times
-from services.worker.core.attempts import AnyAttempt
+from services.worker.core.attempts import Attempt
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import DrainBegun, Event, Fenced, ReadEnded
 from services.worker.limits import TWIN_WAIT_SHARE
@@ -76,7 +76,7 @@ class Worker(WorkerWorld):
             self.check()
         raise AssertionError("the engine never comes to its end")
 
-    def attempt(self, number: int) -> AnyAttempt:
+    def attempt(self, number: int) -> Attempt:
         key = (case.run_prefill(number).request_id, 1)
         found = self.prefill.attempts.get(key) or self.decode.attempts.get(key)
         assert found is not None, f"r{number} is not known"

@@ -1,5 +1,6 @@
 """Messages and engine results for the tests of the worker cores."""
 
+from schemas.request import OtherEnd
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -15,9 +16,8 @@ from schemas.request import (
     CancelRequest,
     FinishReason,
     KVSource,
-    PrefillAccepted,
-    ReserveBlocks,
-    RunPrefill,
+    AttemptAccepted,
+    RunAttempt,
     SamplingParams,
     TransferReport,
 )
@@ -63,25 +63,21 @@ def run_prefill(
     split: bool = True,
     deadline_ms: int = DEADLINE_MS,
     sources: tuple[KVSource, ...] = (),
-) -> RunPrefill:
+) -> RunAttempt:
     """`first`: the prompt's first token."""
-    return RunPrefill(
+    return RunAttempt(
         request_id=RequestId(f"r{number}"),
         attempt=1,
         deadline_ms=deadline_ms,
         gateway_id=GATEWAY,
         prompt=pack_tokens(range(first, first + num_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens),
-        handoff_id=HandoffId(f"r{number}-1") if split else None,
-        decode_worker=DECODE if split else None,
+        downstream=OtherEnd(worker_id=DECODE, handoff_id=HandoffId(f"r{number}-1")) if split else None,
         sources=sources,
     )
 
 
-RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
-
-
-def with_sampling(request: RequestT, **sampling: Any) -> RequestT:
+def with_sampling(request: RunAttempt, **sampling: Any) -> RunAttempt:
     """Return the request with these sampling parameters."""
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **sampling))
 
@@ -98,14 +94,13 @@ def reserve(
     max_tokens: int = 5,
     deadline_ms: int = DEADLINE_MS,
     sources: tuple[KVSource, ...] = (),
-) -> ReserveBlocks:
-    return ReserveBlocks(
+) -> RunAttempt:
+    return RunAttempt(
         request_id=RequestId(f"r{number}"),
         attempt=1,
         deadline_ms=deadline_ms,
         gateway_id=GATEWAY,
-        handoff_id=HandoffId(f"r{number}-1"),
-        prefill_worker=PREFILL,
+        upstream=OtherEnd(worker_id=PREFILL, handoff_id=HandoffId(f"r{number}-1")),
         prompt=pack_tokens(range(first, first + num_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens),
         sources=sources,
@@ -188,21 +183,21 @@ def without_ends(actions: list[Action]) -> list[Action]:
     return [action for action in actions if not isinstance(action, AttemptEnded)]
 
 
-def asked(request: RunPrefill | ReserveBlocks, now_ms: int = 0) -> AttemptAsked:
+def asked(request: RunAttempt, now_ms: int = 0) -> AttemptAsked:
     return AttemptAsked(request, AttemptTimes(now_ms * 1_000_000))
 
 
-def ask(core: Core, request: RunPrefill | ReserveBlocks, now_ms: int = 0) -> tuple[Message, list[Action]]:
+def ask(core: Core, request: RunAttempt, now_ms: int = 0) -> tuple[Message, list[Action]]:
     """Ask a core for something; return its reply, and what it does."""
     first, *actions = hear(core, asked(request, now_ms), now_ms)
     assert isinstance(first, SendReply)
     return first.message, actions
 
 
-def run(core: Core, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+def run(core: Core, request: RunAttempt, now_ms: int = 0) -> list[Action]:
     """Ask a core for a prompt's computation, which it accepts; return what it does."""
     reply, actions = ask(core, request, now_ms)
-    assert isinstance(reply, PrefillAccepted), reply
+    assert isinstance(reply, AttemptAccepted), reply
     return actions
 
 

@@ -9,7 +9,7 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, WorkerId
 from schemas.kv import ReadEnd, RequestLease
 from schemas.message import Message
-from schemas.request import CancelRequest, RequestTokens, ReserveBlocks, RunPrefill
+from schemas.request import CancelRequest, RequestTokens, RunAttempt
 from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.engine.batch import Batch
@@ -241,13 +241,11 @@ class World:
         at = index % len(self.bus)
         message = self.bus[at] if keep else self.bus.pop(at)
         match message:
-            case RunPrefill():
-                worker = self.p if message.handoff_id is not None else self.d
-                if (message.request_id, message.attempt) not in worker.decode.attempts:
-                    worker.execute(case.decide(worker.prefill, case.asked(message), self.now_ms))
-            case ReserveBlocks():
-                if (message.request_id, message.attempt) not in self.d.prefill.attempts:
-                    self.d.execute(case.decide(self.d.decode, case.asked(message), self.now_ms))
+            case RunAttempt():
+                worker = self.p if message.downstream is not None else self.d
+                mine, other = (worker.prefill, worker.decode) if message.upstream is None else (worker.decode, worker.prefill)
+                if (message.request_id, message.attempt) not in other.attempts:
+                    worker.execute(case.decide(mine, case.asked(message), self.now_ms))
             case BlocksReserved():
                 self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
             case case.KVOffered():

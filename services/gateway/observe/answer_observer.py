@@ -26,9 +26,8 @@ from services.gateway.request.events import (
     PlaceGranted,
     PlaceRefused,
     PlaceUnanswered,
+    SendAttempt,
     SendCancel,
-    SendReserve,
-    SendRun,
     WorkerAccepted,
     WorkerRefused,
     WorkerSilent,
@@ -66,10 +65,9 @@ class ChoiceSpans:
             match action:
                 case Deliver():
                     self._goes_on(live)
-                case SendRun(attempt=attempt, prefill_worker=worker_id):
-                    times.sent[attempt, worker_id] = Dispatch("prefill", times.placed_ns)
-                case SendReserve(attempt=attempt, decode_worker=worker_id):
-                    times.sent[attempt, worker_id] = Dispatch("decode", times.placed_ns)
+                case SendAttempt(attempt=attempt, worker_id=worker_id, upstream=upstream):
+                    part = "prefill" if upstream is None else "decode"
+                    times.sent[attempt, worker_id] = Dispatch(part, times.placed_ns)
                 case SendCancel() | AskPlacement():
                     if live.core.moved_by is not None and times.moved is None:
                         times.moved = live.core.moved_by, time.monotonic_ns()

@@ -34,7 +34,7 @@ from services.bus.base import BusError
 from services.bus.typed import Received, TypedBus
 from services.gateway import limits
 from services.gateway.request.core import Phase, RequestCore
-from services.gateway.request.events import Abandon, Action, Deliver, FailRequest, Finish, SendRun
+from services.gateway.request.events import Abandon, Action, Deliver, FailRequest, Finish, SendAttempt
 from services.gateway.request.job import Job
 from services.gateway.request.live import LiveRequest
 from services.runtime import now_ms
@@ -107,7 +107,8 @@ class Stories:
             self._publish(subjects.RESUMED, resumed, live.job)
         for action in actions:
             match action:
-                case SendRun(prefill_worker=prefill, decode_worker=decode):
+                case SendAttempt(worker_id=prefill, upstream=None, downstream=to):
+                    decode = to.worker_id if to is not None else None
                     placed = RequestPlaced(**self._fields(live, now), prefill_worker=prefill, decode_worker=decode)
                     self._publish(subjects.PLACED, placed, live.job)
                 case Deliver(index=0):

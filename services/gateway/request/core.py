@@ -19,6 +19,7 @@ from schemas.request import (
     AttemptFailure,
     FinishReason,
     KVSource,
+    OtherEnd,
     Placement,
     RefusalReason,
     RequestFailure,
@@ -45,9 +46,8 @@ from services.gateway.request.events import (
     PlaceUnanswered,
     ProgressAnswered,
     ProgressOutcome,
+    SendAttempt,
     SendCancel,
-    SendReserve,
-    SendRun,
     StopMatched,
     Submitted,
     TaskFailed,
@@ -301,11 +301,12 @@ class RequestCore:
         self._watch = Watch(self._config, self._detector, (prefill,) if decode is None else (prefill, decode), now_ms)
         self.wake_ms = 0
         if decode is None:
-            return [SendRun(self.attempt, prefill, None, None, sources, answered, replica)]
+            return [SendAttempt(self.attempt, prefill, None, None, sources, answered, replica)]
         handoff_id = HandoffId(f"{self.request_id}-{self.attempt}")
+        source, target = (OtherEnd(worker_id=each, handoff_id=handoff_id) for each in (prefill, decode))
         return [
-            SendRun(self.attempt, prefill, decode, handoff_id, sources, answered, replica),
-            SendReserve(self.attempt, prefill, decode, handoff_id, sources, answered, replica, placement.spare_blocks),
+            SendAttempt(self.attempt, prefill, None, target, sources, answered, replica),
+            SendAttempt(self.attempt, decode, source, None, sources, answered, replica, placement.spare_blocks),
         ]
 
     def _concerns(self, event: TokensReceived) -> bool:

@@ -1,14 +1,16 @@
 """The words of `core.py`: what can happen to a request, and what the shell is asked to do about it."""
 
+from schemas.request import RunAttempt
 import enum
 from dataclasses import dataclass
 
-from schemas.ids import HandoffId, WorkerId
+from schemas.ids import WorkerId
 from schemas.logprobs import TokenLogprob
 from schemas.request import (
     AttemptEnd,
     FinishReason,
     KVSource,
+    OtherEnd,
     Placement,
     RefusalReason,
     RequestFailure,
@@ -184,26 +186,13 @@ class AskPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class SendRun:
-    """Send the attempt to its prefill worker; without a decode worker it computes the answer, too."""
+class SendAttempt:
+    """Send the attempt, or one end of it, to a worker. The other fields as in RunAttempt."""
 
     attempt: int
-    prefill_worker: WorkerId
-    decode_worker: WorkerId | None
-    handoff_id: HandoffId | None
-    sources: tuple[KVSource, ...] = ()
-    num_answered: int = 0
-    replica: WorkerId | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendReserve:
-    """Have the decode worker of a split attempt reserve its blocks."""
-
-    attempt: int
-    prefill_worker: WorkerId
-    decode_worker: WorkerId
-    handoff_id: HandoffId
+    worker_id: WorkerId
+    upstream: OtherEnd | None = None
+    downstream: OtherEnd | None = None
     sources: tuple[KVSource, ...] = ()
     num_answered: int = 0
     replica: WorkerId | None = None
@@ -264,4 +253,4 @@ class Abandon:
 
 
 Output = Deliver | Finish | FailRequest | Abandon
-Action = AskPlacement | SendRun | SendReserve | AskWorker | SendCancel | Output
+Action = AskPlacement | SendAttempt | AskWorker | SendCancel | Output

@@ -14,13 +14,12 @@ from schemas.request import (
     CARRIED_GRAMMAR_BYTES,
     PlaceRequest,
     RequestTokens,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     SamplingParams,
     digest_of_grammar,
 )
 from services.gateway import limits
-from services.gateway.request.events import AskPlacement, SendReserve, SendRun, TokensReceived
+from services.gateway.request.events import AskPlacement, SendAttempt, TokensReceived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,36 +138,18 @@ def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> Place
     )
 
 
-def run_message(job: Job, proof: bytes, gateway_id: GatewayId, action: SendRun, prompt: PackedPrompt) -> RunPrefill:
-    return RunPrefill(
+def attempt_message(
+    job: Job, proof: bytes, gateway_id: GatewayId, action: SendAttempt, prompt: PackedPrompt
+) -> RunAttempt:
+    return RunAttempt(
         request_id=job.request_id,
         attempt=action.attempt,
         deadline_ms=job.deadline_ms,
         gateway_id=gateway_id,
         prompt=prompt.token_ids,
         sampling=job.sampling_sent(),
-        handoff_id=action.handoff_id,
-        decode_worker=action.decode_worker,
-        sources=action.sources,
-        num_answered_tokens=action.num_answered,
-        tenant=job.key.tenant,
-        proof=proof,
-        replica=action.replica,
-    )
-
-
-def reserve_message(
-    job: Job, proof: bytes, gateway_id: GatewayId, action: SendReserve, prompt: PackedPrompt
-) -> ReserveBlocks:
-    return ReserveBlocks(
-        request_id=job.request_id,
-        attempt=action.attempt,
-        deadline_ms=job.deadline_ms,
-        gateway_id=gateway_id,
-        handoff_id=action.handoff_id,
-        prefill_worker=action.prefill_worker,
-        prompt=prompt.token_ids,
-        sampling=job.sampling_sent(),
+        upstream=action.upstream,
+        downstream=action.downstream,
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,

@@ -7,10 +7,10 @@ from schemas.handoff import FirstToken
 from schemas.ids import GatewayId, WorkerId
 from schemas.kv import RequestLease
 from schemas.message import Message
-from schemas.request import RequestTokens, RunPrefill
+from schemas.request import RequestTokens
 from schemas.subjects import Subject
 from services.engine.interface import Sequence
-from services.worker.core.attempts import AnyAttempt, Attempt, KVRead
+from services.worker.core.attempts import Attempt, KVRead
 from services.worker.core.content import AttemptKey
 from services.worker.core.leases import Grant
 
@@ -28,7 +28,7 @@ class Submit:
     attempt's content; with a lease it is also served to the reader."""
 
     sequence: Sequence
-    attempt: AnyAttempt
+    attempt: Attempt
     lease: Grant | None = None
 
 
@@ -61,7 +61,7 @@ class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
     lease: Grant
-    attempt: Attempt[RunPrefill]
+    attempt: Attempt
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,7 +106,7 @@ class StopRead:
 class AttemptEnded:
     """The attempt goes on here no more, and its blocks are given back: what is to be recorded of it can be."""
 
-    attempt: AnyAttempt
+    attempt: Attempt
 
 
 @dataclass(slots=True, frozen=True)

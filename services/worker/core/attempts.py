@@ -6,7 +6,7 @@ the reads) is given the record, or what it needs of it, and keeps no copy.
 
 from array import array
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Literal
 
 from dataplane.blocks.layout import BlockTables
 from schemas.block import BlockHasher, pack_tokens, unpack_tokens
@@ -22,18 +22,15 @@ from schemas.request import (
     Refused,
     RequestFailure,
     RequestTokens,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     TransferReport,
     refuse,
 )
 from services.bus.limits import MAX_PAYLOAD_BYTES
-from services.worker.core.checks import hands_over, num_kv_tokens
+from services.worker.core.checks import num_kv_tokens
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.replica_offer import ReplicaOffer
 from services.worker.limits import MAX_PAST_ATTEMPTS
-
-RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,7 +73,7 @@ class Twin:
     """An attempt whose prompt begins alike, and which fills the blocks up to `end_block` of it; the last of these is
     `last_block` of the arena."""
 
-    attempt: "AnyAttempt"
+    attempt: "Attempt"
     end_block: int
     last_block: int
 
@@ -207,14 +204,14 @@ class SentAnswer:
 
 
 @dataclass(slots=True, eq=False)
-class Attempt(Generic[RequestT]):
+class Attempt:
     """One attempt on this worker. `tables` are its own reference to its blocks: empty before it has any, and once they
     are given back. `traceparent`: of the request that it belongs to; "": of none."""
 
     part: ClassVar[Literal["prefill", "decode"]]
     """Which role it is of."""
 
-    request: RequestT
+    request: RunAttempt
     prompt: list[int]
     hasher: BlockHasher
     """Of its full blocks: the prompt's, and the answer's as they fill up."""
@@ -250,7 +247,7 @@ class Attempt(Generic[RequestT]):
 
     def __post_init__(self) -> None:
         self.key = (self.request.request_id, self.request.attempt)
-        self.hands_over = hands_over(self.request)
+        self.hands_over = self.request.downstream is not None
         self.num_kv_tokens = num_kv_tokens(self.request, len(self.prompt))
 
     @property
@@ -298,10 +295,6 @@ class Attempt(Generic[RequestT]):
         )
 
 
-AnyAttempt = Attempt[RunPrefill] | Attempt[ReserveBlocks]
-"""An attempt of either role."""
-
-
 class PastAttempts:
     """The attempts that have ended here, or were cancelled before they came: a cancel may overtake what it cancels, and
     a message may come again after all is over. What those that ended have sent is kept for `retain_ms`. Bounded."""
@@ -347,7 +340,7 @@ class PastAttempts:
         """Drop all answers: their gateways have been told that this worker is dead."""
         self._answers.clear()
 
-    def refuse(self, request: RunPrefill | ReserveBlocks) -> Refused | None:
+    def refuse(self, request: RunAttempt) -> Refused | None:
         """Return the refusal of an attempt that is over."""
         if (request.request_id, request.attempt) not in self._keys:
             return None

@@ -10,8 +10,7 @@ from schemas.request import (
     MAX_GRAMMAR_CHARACTERS,
     RefusalReason,
     Refused,
-    ReserveBlocks,
-    RunPrefill,
+    RunAttempt,
     SamplingParams,
     refuse,
 )
@@ -52,23 +51,18 @@ class WorkerLimits(HolderLimits):
         return eos | frozenset(sampling.stop_token_ids)
 
 
-def _ids_of(request: RunPrefill | ReserveBlocks) -> list[str]:
+def _ids_of(request: RunAttempt) -> list[str]:
     """Return the ids that become part of a subject or a ticket."""
-    ids: list[str | None] = [request.request_id, request.gateway_id, request.handoff_id]
-    ids.append(request.decode_worker if isinstance(request, RunPrefill) else request.prefill_worker)
-    ids += [source.worker_id for source in request.sources]
-    return [text for text in ids if text is not None]
+    other = request.other_end
+    ids: list[str] = [request.request_id, request.gateway_id]
+    ids += [other.handoff_id, other.worker_id] if other is not None else []
+    return ids + [source.worker_id for source in request.sources]
 
 
-def hands_over(request: RunPrefill | ReserveBlocks) -> bool:
-    """Return whether this worker computes the prompt, and another one decodes the answer."""
-    return isinstance(request, RunPrefill) and request.handoff_id is not None
-
-
-def num_kv_tokens(request: RunPrefill | ReserveBlocks, num_prompt_tokens: int) -> int:
+def num_kv_tokens(request: RunAttempt, num_prompt_tokens: int) -> int:
     """Return how many tokens need room here: the prompt's where they are handed over, else all but the answer's last
     one too."""
-    if hands_over(request):
+    if request.downstream is not None:
         return num_prompt_tokens
     return num_prompt_tokens - request.num_answered_tokens + request.sampling.max_tokens - 1
 
@@ -108,7 +102,7 @@ def sampling_problem(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def check_request(
-    request: RunPrefill | ReserveBlocks,
+    request: RunAttempt,
     prompt: list[int],
     limits: WorkerLimits,
     now_ms: int,
@@ -126,8 +120,8 @@ def check_request(
         reason = (RefusalReason.STARTING, f"the engine of {limits.worker_id} is starting again", RETRY_AFTER_MS)
     elif request.deadline_ms <= now_ms:
         reason = (RefusalReason.DEADLINE, "the deadline has passed", 0)
-    elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):
-        reason = (RefusalReason.INVALID, "a hand-over needs both its id and its decode worker", 0)
+    elif request.upstream is not None and request.downstream is not None:
+        reason = (RefusalReason.INVALID, "an attempt is handed over once: from another worker, or to one", 0)
     elif not all(map(is_subject_token, _ids_of(request))) or not is_tenant(request.tenant):
         reason = (RefusalReason.INVALID, "an id or a tenant that is no word of letters, digits, - and _", 0)
     elif len(request.sources) > MAX_SOURCES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
 from schemas.kv import BlocksCooling, PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
-from schemas.request import AttemptFailure, CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
+from schemas.request import AttemptFailure, CancelRequest, RefusalReason, RunAttempt
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
 from services.worker.core.attempts import AttemptTimes, KVRead
@@ -18,7 +18,7 @@ from services.worker.core.leases import Grant
 class AttemptAsked:
     """A gateway wants a prompt computed, or room for an answer. Answered by a `SendReply`. `times`: when it came."""
 
-    request: RunPrefill | ReserveBlocks
+    request: RunAttempt
     times: AttemptTimes
     traceparent: str = ""
 

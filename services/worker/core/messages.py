@@ -4,7 +4,7 @@ from typing import TypedDict, TypeVar
 
 from schemas.handoff import HandoffMessage
 from schemas.ids import HandoffId, RequestId, WorkerId
-from schemas.request import ReserveBlocks, RunPrefill
+from schemas.request import OtherEnd, RunAttempt
 from schemas.subjects import Subject
 from services.worker.core.actions import Publish
 
@@ -22,14 +22,14 @@ class HandoffFields(TypedDict):
     target_worker: WorkerId
 
 
-def handoff_fields(request: RunPrefill | ReserveBlocks | HandoffMessage, worker_id: WorkerId) -> HandoffFields:
+def handoff_fields(request: RunAttempt | HandoffMessage, worker_id: WorkerId) -> HandoffFields:
     """Return the common fields; `worker_id` is this worker, at its end of the hand-over."""
     match request:
-        case RunPrefill(decode_worker=target, handoff_id=handoff_id):
-            assert target is not None and handoff_id is not None, "a request that is not split has no hand-over"
-            source = worker_id
-        case ReserveBlocks(prefill_worker=source, handoff_id=handoff_id):
+        case RunAttempt(upstream=OtherEnd(worker_id=source, handoff_id=handoff_id)):
             target = worker_id
+        case RunAttempt(downstream=other):
+            assert other is not None, "a request that is not split has no hand-over"
+            source, target, handoff_id = worker_id, other.worker_id, other.handoff_id
         case HandoffMessage(source_worker=source, target_worker=target, handoff_id=handoff_id):
             pass
     return {

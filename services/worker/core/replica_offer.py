@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from schemas.block import BlockHasher, join_hashes
 from schemas.ids import WorkerId
 from schemas.kv import ReplicateBlocks
-from schemas.request import ReserveBlocks, RunPrefill
+from schemas.request import RunAttempt
 from services.times import WorkerTimes
 from services.worker.limits import MESSAGE_BLOCKS, OFFER_BLOCKS
 
@@ -16,7 +16,7 @@ class ReplicaOffer:
     """What `replica` has been offered so far of the blocks that a sequence of `source` fills: at most one message in
     `offer_interval_ms`, or for `OFFER_BLOCKS`."""
 
-    request: RunPrefill | ReserveBlocks
+    request: RunAttempt
     hasher: BlockHasher
     replica: WorkerId
     source: WorkerId

@@ -13,6 +13,7 @@ from schemas.handoff import HandoffMessage
 from schemas.ids import BlockHash, GatewayId, HandoffId
 from schemas.logprobs import pack_logprobs
 from schemas.request import (
+    AttemptAccepted,
     AttemptEnd,
     AttemptFailure,
     CancelRequest,
@@ -37,7 +38,7 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import AnyAttempt, KVRead, PastAttempts, SentAnswer, TwinWait, WantedLease
+from services.worker.core.attempts import Attempt, KVRead, PastAttempts, SentAnswer, TwinWait, WantedLease
 from services.worker.core.checks import WorkerLimits, check_request, read_prompt
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.events import (
@@ -62,13 +63,13 @@ from services.worker.limits import TWIN_WAIT_SHARE
 
 
 class HeardSubject(NamedTuple):
-    """The messages of one subject are events to a core: a question as `AttemptAsked`, others as they are."""
+    """The messages of one subject are events to a core."""
 
     subject: Subject[Any, Any]
     ids: tuple[str, ...]
 
 
-AttemptT = TypeVar("AttemptT", bound=AnyAttempt)
+AttemptT = TypeVar("AttemptT", bound=Attempt)
 HandoffT = TypeVar("HandoffT", bound=HandoffMessage)
 
 
@@ -206,23 +207,35 @@ class RoleCore(ABC, Generic[AttemptT]):
         if (refused := self.past.refuse(request)) is not None:
             return SendReply(refused)
         known = self.attempts.get((request.request_id, request.attempt))
-        if known is not None and known.request.handoff_id == request.handoff_id:
+        if known is not None and known.request.other_end == request.other_end:
             return known
         prompt = read_prompt(request.prompt)
         full = self._is_full(request.tenant)
         refused = check_request(request, prompt, limits, now_ms, state=self.state, full=full)
         if refused is not None:
             return SendReply(refused)
-        if known is not None or request.handoff_id in self._by_handoff:
+        handoff_id = request.other_end and request.other_end.handoff_id
+        if known is not None or handoff_id in self._by_handoff:
             return SendReply(refuse(request, RefusalReason.INVALID, "this hand-over is another request's"))
         hasher = BlockHasher(limits.block_size, model_fingerprint=limits.fingerprint, tenant=request.tenant)
         hasher.extend(prompt, len(prompt))
         attempt: AttemptT = self.record(request, prompt, hasher, event.times, event.traceparent)
         self.attempts[attempt.key] = attempt
         self._queue.append(attempt)
-        if request.handoff_id is not None:
-            self._by_handoff[request.handoff_id] = attempt
+        if handoff_id is not None:
+            self._by_handoff[handoff_id] = attempt
         return attempt
+
+    def _accepted(self, attempt: AttemptT) -> SendReply:
+        request, times = attempt.request, attempt.times
+        accepted = AttemptAccepted(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            worker_id=self._limits.worker_id,
+            accepted_ns=times.accepted_ns + times.ahead_ns,
+        )
+        return SendReply(accepted)
 
     def _is_full(self, tenant: str) -> bool:
         """Say whether the queue has no place for one more of this tenant. In a full one there is up to as much again
@@ -400,8 +413,8 @@ class RoleCore(ABC, Generic[AttemptT]):
         if attempt in self._queue:
             self._queue.remove(attempt)
         del self.attempts[attempt.key]
-        if attempt.request.handoff_id is not None:
-            self._by_handoff.pop(attempt.request.handoff_id, None)
+        if (other := attempt.request.other_end) is not None:
+            self._by_handoff.pop(other.handoff_id, None)
         self.past.ended(attempt.key, attempt.answer, now_ms)
         return [AttemptEnded(attempt)]
 

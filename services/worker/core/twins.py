@@ -14,7 +14,7 @@ from typing import Any
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import block_ids
 from schemas.observe import RunStage
-from services.worker.core.attempts import AnyAttempt, Twin
+from services.worker.core.attempts import Attempt, Twin
 from services.worker.core.content import AttemptKey
 from services.worker.limits import TWIN_READ_SHARE
 
@@ -22,7 +22,7 @@ _READING: tuple[RunStage, ...] = ("reserved", "fetching", "receiving")
 """Its blocks come, and all of them at once, when the read has ended."""
 
 
-def _is_filling(attempt: AnyAttempt) -> bool:
+def _is_filling(attempt: Attempt) -> bool:
     is_computed = attempt.stage == "computing" and not attempt.awaits_grammar
     return bool(attempt.tables) and (is_computed or attempt.stage in _READING)
 
@@ -35,13 +35,13 @@ class Twins:
     waits: bool = True
 
     def __post_init__(self) -> None:
-        self._roles: list[Mapping[AttemptKey, AnyAttempt]] = []
+        self._roles: list[Mapping[AttemptKey, Attempt]] = []
 
     def watch(self, attempts: Mapping[AttemptKey, Any]) -> None:
         """Look for twins among these, too."""
         self._roles.append(attempts)
 
-    def find(self, attempt: AnyAttempt) -> Twin | None:
+    def find(self, attempt: Attempt) -> Twin | None:
         """Return who fills the next block of this prompt that is not here, and most of those after it; None: nobody.
         The prompt's last token is always computed."""
         hashes, size = attempt.hasher.hashes, self.cache.layout.block_size
@@ -65,7 +65,7 @@ class Twins:
                 found = twin
         return found
 
-    def _filling(self, attempt: AnyAttempt) -> list[AnyAttempt]:
+    def _filling(self, attempt: Attempt) -> list[Attempt]:
         """Return who fills blocks of a prompt that begins as this one does."""
         first = attempt.hasher.hashes[0]
         return [

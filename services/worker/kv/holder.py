@@ -26,7 +26,7 @@ from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.handoff import FirstToken, KVOffered
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
-from schemas.request import RunPrefill
+from schemas.request import RunAttempt
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
 from services.runtime import now_ms
@@ -139,7 +139,7 @@ class KVHolder(Generic[MemoryT]):
                 grant.progress.advance(layer, num_present_tokens)
         return grant.progress
 
-    def offer(self, grant: Grant, request: RunPrefill, lease_ms: int, traceparent: str) -> KVOffered:
+    def offer(self, grant: Grant, request: RunAttempt, lease_ms: int, traceparent: str) -> KVOffered:
         """Return the signed offer of a hand-over's lease, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot offer"
         grant.traceparent = traceparent

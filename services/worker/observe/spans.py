@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from schemas.request import AttemptEnd
 from services.engine.interface import StepResult
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled
-from services.worker.core.attempts import AnyAttempt, AttemptTimes
+from services.worker.core.attempts import Attempt, AttemptTimes
 from services.worker.core.content import AttemptKey
 from services.worker.limits import MAX_LINKED_STEPS
 
@@ -25,7 +25,7 @@ class WorkerSpans:
     telemetry: Telemetry
     worker_id: str
 
-    def stepped(self, result: StepResult, find: Callable[[AttemptKey], AnyAttempt | None]) -> None:
+    def stepped(self, result: StepResult, find: Callable[[AttemptKey], Attempt | None]) -> None:
         """Record an engine step where one of its attempts is traced, and what of them it has brought to its end."""
         linked: list[tuple[list[str], str]] = []
         num_new = 0
@@ -62,7 +62,7 @@ class WorkerSpans:
             if sampled.local_end and sampled.sequence.max_local_tokens is None:
                 self._record_decode(attempt, times.last_step_ns, sampled.finish_reason or "")
 
-    def ended(self, attempt: AnyAttempt) -> None:
+    def ended(self, attempt: Attempt) -> None:
         """An attempt goes on here no more: record what of it has not been."""
         times, outcome, is_decode = attempt.times, attempt.outcome, attempt.part == "decode"
         now_ns, error = time.monotonic_ns(), "" if attempt.end is AttemptEnd.COMPLETE else outcome
@@ -78,7 +78,7 @@ class WorkerSpans:
         if (is_decode or times.decodes) and not times.has_decode and (is_begun or (is_decode and outcome)):
             self._record_decode(attempt, now_ns, outcome, error)
 
-    def _link(self, attempt: AnyAttempt, ended_ns: int, linked: list[tuple[list[str], str]]) -> None:
+    def _link(self, attempt: Attempt, ended_ns: int, linked: list[tuple[list[str], str]]) -> None:
         """Note what a step that ended then is to be linked to, within the bounds: the step with the first token is the
         prompt's."""
         times = attempt.times
@@ -90,7 +90,7 @@ class WorkerSpans:
             times.stream = times.stream or self.telemetry.child_of(attempt.traceparent)
             linked.append((times.stream_steps, times.stream))
 
-    def _record_prefill(self, attempt: AnyAttempt, end_ns: int, outcome: str = "", error: str = "") -> None:
+    def _record_prefill(self, attempt: Attempt, end_ns: int, outcome: str = "", error: str = "") -> None:
         times = attempt.times
         times.has_prefill = True
         record, first_step_ns = self.telemetry.record, times.first_step_ns or end_ns
@@ -102,7 +102,7 @@ class WorkerSpans:
             compute_ns = (first_step_ns, end_ns)
             record(SpanName.PREFILL_COMPUTE, parent, compute_ns, {}, own=times.compute, links=times.compute_steps)
 
-    def _record_decode(self, attempt: AnyAttempt, end_ns: int, outcome: str, error: str = "") -> None:
+    def _record_decode(self, attempt: Attempt, end_ns: int, outcome: str, error: str = "") -> None:
         times = attempt.times
         times.has_decode = True
         record, started_ns = self.telemetry.record, times.submitted_ns or times.accepted_ns

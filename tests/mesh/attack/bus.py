@@ -20,7 +20,7 @@ from schemas.handoff import KVOffered
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message, UndecodableMessageError, decode, encode
 from schemas.permissions import ALL, GUESTS, Direction, granted, replies_to
-from schemas.request import PlaceRequest, RunPrefill
+from schemas.request import PlaceRequest, RunAttempt
 from schemas.subjects import SUBJECTS, Role, Subject
 from services.trust.keys import MeshKeys, key_file, load_role_key
 from tests.mesh.attack.mesh import EVIL, Found, Target
@@ -159,7 +159,7 @@ async def foreign_leases(target: Target, num_tries: int) -> Found:
             match _message_of(concrete, payload):
                 case PlaceRequest() as place:
                     places[place.request_id] = place
-                case RunPrefill() as run:
+                case RunAttempt() as run:
                     proofs[run.request_id] = run.proof
                 case KVOffered() as offered if (place := places.get(offered.request_id)) and place.block_hashes:
                     others = [proof for request_id, proof in proofs.items() if request_id != place.request_id]

@@ -21,7 +21,7 @@ from services.trust.keys import BusAccess
 Hear = Callable[[str, bytes, float], None]
 """Subject, payload, and when it was heard (monotonic seconds)."""
 STRIKES_AT: tuple[Subject[Any, Any], ...] = (
-    subjects.PLACE, subjects.RUN, subjects.RESERVE, subjects.OFFERED, subjects.STORED,
+    subjects.PLACE, subjects.RUN, subjects.OFFERED, subjects.STORED,
 )  # fmt: skip
 """What faults and clients wait for, and no observer hears."""
 

@@ -31,7 +31,7 @@ BROKER_PAUSES_S = (0.5, 1.6, 3.0, 10.0)
 DECLARED_WITHIN_S = 4.0
 """Whoever is wrongly taken for dead after a pause is so within this: the longest silence, and a second."""
 PHASES = (
-    "sent", "place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "stored",
+    "sent", "place", "run", "reserved", "offered", "streaming", "landed", "released", "stored",
     "first token", "tenth token",
 )  # fmt: skip
 """Where a client hangs up: as it has sent its request, at the first message of a name, as it has had so many tokens."""
