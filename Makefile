@@ -23,8 +23,8 @@
 # make gpu-test   what needs a graphics card, and only that; make gpu-bench   what the card gives (compose/README.md: what it needs)
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
 # make docs   the generated tables of all pages
-# make pages  what a real mesh says on the bus, written into docs/protocol.md, and docs/life-of-a-request.md: the functions
-#             that requests pass through; make screenshots: the README's pictures
+# make pages  what a real mesh says on the bus, written into docs/protocol.md; make screenshots: the README's pictures
+# make life   the functions that three requests pass through, in their order, written into .kvmesh/life-of-a-request.md
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 ENGINE ?=
@@ -64,7 +64,7 @@ VLLM_STAMP := $(VLLM)/.installed
 NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev nightly gate-proof vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev nightly gate-proof vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages life screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -216,7 +216,10 @@ docs: dev
 
 pages: dev
 	$(BIN)/python -m tests.pages.listening docs/protocol.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pages.life docs/life-of-a-request.md
+
+life: dev
+	@mkdir -p .kvmesh
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pages.life .kvmesh/life-of-a-request.md
 
 screenshots: dev
 	$(BIN)/python -m tests.pages.shots docs/pictures

@@ -5,6 +5,7 @@ end: `finished`, `failed` or `cancelled`; their ages count from `accepted`. Anyb
 where a request is, with an empty message. `KeepTrace` asks everybody for the spans of one trace.
 """
 
+import enum
 from typing import Literal
 
 import msgspec
@@ -15,13 +16,27 @@ from schemas.numbers import Number
 from schemas.request import FinishReason
 from schemas.worker import WorkerLoad
 
-RunStage = Literal[
-    "queued", "waiting_for_twin", "reserved", "fetching", "receiving", "computing", "handing_over", "ending"
-]
-"""`queued`: it waits for room. `waiting_for_twin`: for blocks that another request of the same prompt fills.
-`reserved`: it has its blocks, and waits for its KV. `fetching`: it reads what others hold; `receiving`: what its
-prefill worker computes. `handing_over`: computed, kept for its reader. `ending`: over, and its blocks wait for whoever
-may still write them."""
+
+class RunStage(enum.StrEnum):
+    """How far an attempt is on a worker."""
+
+    QUEUED = "queued"
+    """It waits for room."""
+    WAITING = "waiting_for_twin"
+    """It waits for blocks that another request of the same prompt fills."""
+    RESERVED = "reserved"
+    """It has its blocks, and waits for the offer of its KV."""
+    RECEIVING = "receiving"
+    """It reads what its prefill worker computes."""
+    FETCHING = "fetching"
+    """It reads what others hold."""
+    COMPUTING = "computing"
+    """The engine has it."""
+    HANDING_OVER = "handing_over"
+    """Computed, and kept for its reader."""
+    ENDING = "ending"
+    """Over; its blocks wait for whoever may still write them."""
+
 
 RequestPhase = Literal["placing", "waiting", "prefill", "decode", "finished", "failed", "cancelled", "unknown"]
 """`waiting`: to ask for a placement again. `unknown`: no gateway knows it; it may have ended a while ago."""

@@ -5,7 +5,6 @@ A name in braces is a token that an id fills. It is the message's field of that 
 whom the message is for, and `id` is of no field.
 """
 
-from schemas.request import AttemptAccepted
 import enum
 import re
 from dataclasses import dataclass
@@ -53,6 +52,7 @@ from schemas.request import (
     AskGrammar,
     AskProgress,
     AskWanted,
+    AttemptAccepted,
     CancelRequest,
     GrammarTold,
     Placement,

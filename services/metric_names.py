@@ -164,7 +164,7 @@ DECISIONS = MetricName(
 REFUSALS = MetricName(
     "counter",
     "kvmesh_refusals",
-    "What was refused: a placement, a prompt, a reservation, a lease",
+    "What was refused: a placement, an attempt (run), a lease",
     ("what", "reason"),
     (("place", "run", "lease"), REASONS),
     roles=(*SCHEDULER, *HOLDERS),
@@ -434,7 +434,7 @@ DROPPED = MetricName(
     "kvmesh_dropped_messages",
     "Messages that were dropped",
     ("reason",),
-    (("undecodable", "too_slow", "handler_failed", "too_many", "malformed", "over_bound"),),
+    (("undecodable", "too_slow", "handler_failed", "too_many", "malformed", "over_bound", "late"),),
 )
 
 METRICS: tuple[MetricName, ...] = tuple(value for value in list(globals().values()) if isinstance(value, MetricName))

@@ -70,11 +70,6 @@ class MetricName(NamedTuple):
     def shown_labels(self) -> Labels:
         return ("worker", *self.labels) if self.is_own else self.labels
 
-    @property
-    def shown_name(self) -> str:
-        """The name as Prometheus stores it; a histogram's has `_bucket`, `_sum` and `_count` behind it."""
-        return f"{self.name}_total" if self.kind == "counter" else self.name
-
 
 class Metrics:
     """One service's metrics. Thread-safe except `sample`, which is for the loop that the service runs on."""

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from services.holder.platform import THREADS, Platform
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.connection import StreamFault
 from services.sim.platform.loop import SimLoop
 from services.sim.platform.plane import SimNetwork, sim_platform
 from services.sim.platform.threads import abandon_all, living
-from services.worker.platform import THREADS, Platform
 
 ResultT = TypeVar("ResultT")
 MARK = "virtual_time"

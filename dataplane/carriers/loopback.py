@@ -1,7 +1,8 @@
 """The carrier inside one process: as shm, but the reader has the holder's arena already, and no port is involved."""
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from dataplane.carriers.carrier import KVArena
 from dataplane.memory.arena import ByteArray
@@ -10,14 +11,11 @@ from dataplane.protocol.wire import Wire
 NAME = "loopback"
 
 
-class LocalServer(Protocol):
-    """A plane server of this process."""
+class LocalServer(NamedTuple):
+    """A plane server of this process. `connect` returns the reader's end of a new stream."""
 
     arena: KVArena
-
-    def connect_locally(self) -> Wire:
-        """Return the reader's end of a new stream."""
-        ...
+    connect: Callable[[], Wire]
 
 
 _lock = threading.Lock()
@@ -31,9 +29,9 @@ def register(server: LocalServer) -> None:
         _servers[server.arena.nonce] = server
 
 
-def unregister(server: LocalServer) -> None:
+def unregister(arena: KVArena) -> None:
     with _lock:
-        _servers.pop(server.arena.nonce, None)
+        _servers.pop(arena.nonce, None)
 
 
 def find(arena_nonce: str) -> LocalServer | None:

@@ -212,7 +212,7 @@ class PlaneReader:
         server = loopback.find(endpoint.arena_nonce)
         if server is None:
             raise ConnectionRefusedError("the holder has closed")
-        return server.connect_locally()
+        return server.connect()
 
     def _begin(self, wire: Wire) -> None:
         """A read begins on this wire."""

@@ -159,10 +159,10 @@ class PlaneServer:
             acceptor = lasting_thread(accept, "kv-accept", lambda: self._closing)
             self._acceptors.append(acceptor)
             acceptor.start()
-        loopback.register(self)
+        loopback.register(loopback.LocalServer(self.arena, self.connect_locally))
 
     def _stop_listening(self) -> None:
-        loopback.unregister(self)
+        loopback.unregister(self.arena)
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)

@@ -269,8 +269,8 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
                 store.credentials.secrets,
             )
         case _:
-            from services.launch.worker_roles import run_worker
             from services.worker.parts import load_parts
+            from services.worker.service import run_worker
 
             worker_role = cast("WorkerRole", role)
             parts = load_parts(config, worker_role, WorkerId(name))

@@ -26,7 +26,8 @@ from services.engine.interface import EngineCallbacks
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import GatewayApp
 from services.gateway.api.text import TextCodec
-from services.launch.worker_roles import run_worker
+from services.holder.core.checks import WorkerLimits
+from services.holder.platform import Platform
 from services.metrics import Metrics
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
@@ -41,9 +42,8 @@ from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
 from services.trust.credentials import HolderCredentials, holder_credentials
-from services.worker.core.checks import WorkerLimits
-from services.worker.parts import WorkerParts
-from services.worker.platform import Platform
+from services.worker.parts import WorkerParts, info_of
+from services.worker.service import run_worker
 
 VOCAB = 61
 EOS = 0
@@ -273,10 +273,7 @@ class SimMesh:
             return service.engine
 
         return WorkerParts(
-            worker_id=limits.worker_id,
-            incarnation=host,
-            role=role,
-            model="fake",
+            info=info_of(limits, role, "fake", host),
             arena=arena,
             shape=shape,
             make_engine=make_engine,

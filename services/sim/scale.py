@@ -29,6 +29,7 @@ from services.gateway.request.events import Deliver, FailRequest, Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.gateway.request.mailbox import Mailbox
 from services.gateway.requests import Requests
+from services.holder.platform import Platform
 from services.runtime import now_ms
 from services.sim.limits import END_GRACE_S, READY_WITHIN_S, REQUEST_TIMEOUT_S
 from services.sim.mesh import MeshShape, Service, SimMesh
@@ -42,7 +43,6 @@ from services.sim.platform.meter import CpuMeter
 from services.sim.platform.plane import SimNetwork, sim_platform
 from services.sim.verdict.rest import problems_now
 from services.sim.world import SimOptions, World, undisturbed
-from services.worker.platform import Platform
 
 MAX_WORKERS = 1_000
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, MAX_WORKERS)

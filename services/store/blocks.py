@@ -14,9 +14,9 @@ from dataplane.blocks.kept import Content, ContentChanges, KeptBlocks
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, segments_of
 from schemas.directory import Tier
 from schemas.ids import BlockHash
+from services.holder.core.checks import HolderLimits
 from services.store.index import BackIndex
 from services.store.tiers import StoreKey, hash_of, key_of, mark_of
-from services.worker.core.checks import HolderLimits
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """The limits of the store that are not configured. What it lends is bounded as a worker's
-(`services/worker/limits.py`)."""
+(`services/holder/limits.py`)."""
 
 # The tier behind memory.
 

@@ -16,14 +16,14 @@ from services.config import MeshConfig, StoreConfig, state_dir
 from services.engine.checkpoint import layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
+from services.holder.parts import HolderParts
+from services.holder.platform import THREADS, Platform
 from services.store.blocks import StoreLimits, StoreMemory
 from services.store.disk import DiskTier
 from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues
 from services.trust.credentials import HolderCredentials, holder_credentials
-from services.worker.holder_shell import HolderParts
-from services.worker.platform import THREADS, Platform
 
 log = logging.getLogger(__name__)
 
@@ -34,27 +34,11 @@ OpenTier = Callable[[StoreConfig, BlockValues], BackTier | None]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreParts(HolderParts):
-    """A store's memory, what it knows of its tiers, and what it says of itself."""
+    """A store's memory, and what it knows of its tiers."""
 
-    context_length: int
     values: BlockValues
     memory: StoreMemory
     tier: BackTier | None
-
-    def info(self) -> WorkerInfo:
-        """Return who this is, as far as that is known before it serves."""
-        layout = self.shape.layout
-        return WorkerInfo(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            role="store",
-            model=self.model,
-            fingerprint=layout.fingerprint,
-            num_blocks=self.memory.num_blocks,
-            num_blocks_behind=self.memory.back.max_values,
-            block_size=layout.block_size,
-            context_length=self.context_length,
-        )
 
 
 def load_store(config: MeshConfig, store_id: str) -> StoreParts:
@@ -117,11 +101,19 @@ def make_parts(
     except BaseException:
         arena.close()
         raise
-    return StoreParts(
+    info = WorkerInfo(
         worker_id=limits.worker_id,
         incarnation=secrets.token_hex(8),
+        role="store",
         model=model,
+        fingerprint=layout.fingerprint,
+        num_blocks=num_blocks,
+        num_blocks_behind=memory.back.max_values,
+        block_size=layout.block_size,
         context_length=context_length,
+    )
+    return StoreParts(
+        info=info,
         arena=arena,
         shape=shape,
         values=values,

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from dataplane.lasting import lasting
@@ -12,29 +11,25 @@ from schemas import subjects
 from schemas.block import split_hashes
 from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
 from schemas.message import Message
-from schemas.observe import HeldRequest
 from schemas.request import Refused
 from schemas.worker import WorkerLoad, WorkerRates
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
+from services.holder.core.actions import Action, NotTaken
+from services.holder.core.copies import CopyCore
+from services.holder.core.events import DrainBegun, Event, LeaseAsked, MemoryChanged, Stopping, TimePassed
+from services.holder.core.rules import Rules
+from services.holder.holder import Holder
+from services.holder.observe.transfers import FinishedRead
+from services.holder.report import Reporter
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.store.backing import Backing
-from services.store.blocks import StoreMemory
 from services.store.limits import MAX_COPY_READS
 from services.store.load import StoreParts, load_store
 from services.store.loader import Loader
 from services.telemetry import Key, Telemetry
-from services.worker.core.actions import Action, NotTaken
-from services.worker.core.copies import CopyCore
-from services.worker.core.events import DrainBegun, Event, LeaseAsked, MemoryChanged, Stopping, TimePassed
-from services.worker.core.rules import Rules
-from services.worker.holder_shell import HolderShell
-from services.worker.observe.metrics import HolderMetrics
-from services.worker.observe.observer import HolderObserver
-from services.worker.observe.transfers import FinishedRead
-from services.worker.report import Reporter
 
 __all__ = ["load_store", "run_store"]
 
@@ -66,70 +61,55 @@ async def run_store(
             parts.tier.close()
 
 
-@dataclass(kw_only=True)
-class StoreReporter(Reporter):
-    """Describes one store."""
-
-    copies: CopyCore
-
-    def current_load(self, now_ms: int) -> WorkerLoad:
-        """Return what there is to do at `now_ms`: a store computes nothing, so what it lends is what runs."""
-        layout = self.holder.shape.layout
-        return WorkerLoad(
-            worker=self.info(),
-            state="draining" if self.copies.draining else "ready",
-            blocks=self.holder.counts(),
-            num_running=len(self.holder.leases),
-            num_queued=0,
-            num_uncomputed_tokens=0,
-            num_dropped_messages=self.bus.num_dropped,
-            num_refused_reads=self.num_refused_reads,
-            rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
-            clock_ahead_ms=self.holder.telemetry.clock.named_ms,
-        )
-
-    def requests(self, now_ms: int) -> Iterable[HeldRequest]:
-        """Return what is read from workers, for people."""
-        return self.copies.held(now_ms)
-
-
-class Store(HolderShell[StoreMemory]):
+class Store:
     """A holder whose memory is filled from what workers give and from the tier behind it."""
 
     def __init__(
         self, config: MeshConfig, parts: StoreParts, bus: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
     ) -> None:
-        memory, times = parts.memory, config.times.store
-        super().__init__(
-            parts, memory, memory.limits, config, bus, telemetry, tick_ms=config.times.presence.beat_interval_ms
-        )
+        memory, times, tick_ms = parts.memory, config.times.store, config.times.presence.beat_interval_ms
+        self._config = config
+        self._bus = bus
+        self.holder = Holder(parts, memory, memory.limits, config, bus, telemetry, self, tick_ms=tick_ms)
         self._memory = memory
         self._tasks = tasks
         self._backing = Backing(parts.tier, parts.values, times.pause_s) if parts.tier else None
         self._copies = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=MAX_COPY_READS)
-        self._rules = Rules([self._copies.rules(), self._lending.rules()], [self._copies.start_reads])
-        self.measured = HolderMetrics(
-            bus.metrics, lambda: self.reporter.current_load(now_ms()), self._holder.leases, memory.layout.block_bytes
-        )
-        self.observer = HolderObserver(telemetry, parts.worker_id, self.measured)
-        self.reporter = StoreReporter(
-            identity=parts.info(), holder=self._holder, bus=bus, outbox=self._outbox, times=config.times.presence,
-            journal=self.observer.journal, copies=self._copies,
+        self.rules = Rules([self._copies.rules(), self.holder.lending.rules()], [self._copies.start_reads])
+        self.reporter = Reporter(
+            identity=parts.info, blocks=self.holder.blocks, bus=bus, outbox=self.holder.outbox,
+            times=config.times.presence, journal=self.holder.journal, load=self._load, requests=self._copies.held,
         )  # fmt: skip
         self._loader = Loader(memory, self._backing, tasks, self._on_changed, times)
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
         self._clockwork: list[asyncio.Task[None]] = []
 
+    def _load(self, reporter: Reporter, _: int) -> WorkerLoad:
+        """Return what there is to do: a store computes nothing, so what it lends is what runs."""
+        layout, blocks = self._memory.layout, reporter.blocks
+        return WorkerLoad(
+            worker=reporter.info(),
+            state="draining" if self._copies.draining else "ready",
+            blocks=blocks.counts(),
+            num_running=len(blocks.leases),
+            num_queued=0,
+            num_uncomputed_tokens=0,
+            num_dropped_messages=self._bus.num_dropped,
+            num_refused_reads=reporter.num_refused_reads,
+            rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
+            clock_ahead_ms=blocks.telemetry.clock.named_ms,
+        )
+
     async def begin_serving(self) -> None:
         """Serve reads, listen, and say so."""
         if self._memory.layout.is_windowed:
-            log.warning("%s has windowed layers: the store takes none of its KV", self._parts.model)
-        tasks = self._tasks
-        await self.start_serving(tasks)
-        self._reads = self.make_reads(tasks, self._record)
-        await self._bus.listen(tasks, subjects.COOLING, ("*",), self.on_event)
-        await self.subscribe_all(tasks)
+            log.warning("%s has windowed layers: the store takes none of its KV", self.holder.parts.info.model)
+        tasks, holder = self._tasks, self.holder
+        await holder.start_serving(tasks)
+        holder.start_reading(tasks, self._record)
+        await self._bus.listen(tasks, subjects.COOLING, ("*",), holder.on_event)
+        await holder.subscribe_all(tasks)
         self.reporter.publish_joined()
         self._clockwork.append(tasks.create_task(lasting(self._tick, "the clockwork"), name="tick"))
         if self._backing is not None:
@@ -139,23 +119,23 @@ class Store(HolderShell[StoreMemory]):
     async def leave(self) -> None:
         """Leave in order: take nothing more and lend nothing more, as whoever asks can read or compute elsewhere; write
         what waits, serve the reads that have a lease, close the tier, and end. Each in bounded time."""
-        self._is_leaving = True
+        self.holder.is_leaving = True
         for last in (DrainBegun(), Stopping()):
             self.step(last, "stop")
         self.reporter.publish_draining()
-        await self._reads.close()
+        await self.holder.reads.close()
         await self._flush()
-        await self._holder.until_unread(self._config.worker.drain_s)
+        await self.holder.blocks.until_unread(self._config.worker.drain_s)
         await self._loader.close()
         for task in self._clockwork:
             task.cancel()
         if self._backing is not None:
             await asyncio.to_thread(self._backing.close)
-        await self.depart()
+        await self.holder.depart()
 
     async def grant_lease(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are in memory, or come there within `store.timeout_ms`; or refuse it."""
-        if (refused := self.unproved(request) or self._lending.refusal(request, now_ms())) is not None:
+        if (refused := self.holder.unproved(request) or self.holder.lending.refusal(request, now_ms())) is not None:
             return refused
         timeout_s = min(self._config.store.timeout_ms, request.deadline_ms - now_ms()) / 1000
         async with self._loader.held(request.block_hashes, request.tenant, timeout_s):
@@ -163,7 +143,7 @@ class Store(HolderShell[StoreMemory]):
         assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
         return reply
 
-    def _is_coming(self, request: RequestLease, num_blocks: int) -> bool:
+    def is_coming(self, request: RequestLease, num_blocks: int) -> bool:
         """Say whether the block behind the first `num_blocks` of those asked for is being loaded."""
         rest = split_hashes(request.block_hashes)[num_blocks:]
         return bool(rest) and self._loader.is_coming(rest[0], request.tenant)
@@ -177,22 +157,25 @@ class Store(HolderShell[StoreMemory]):
         failure, forgotten = "", memory.take_forgotten()
         if self._backing is not None:
             failure = await self._backing.delete(None if tenant is None else forgotten)
-        return BlocksPurged(worker_id=self._parts.worker_id, num_blocks=num_blocks, failure=failure)
+        return BlocksPurged(worker_id=self.holder.parts.worker_id, num_blocks=num_blocks, failure=failure)
 
     def step(self, event: Event, cause: str) -> Message | None:
-        """See `HolderShell.step`."""
+        """See `HolderOwner.step`."""
         self._memory.writes = self._backing is not None and self._backing.is_up
-        return super().step(event, cause)
+        self.holder.look_at_the_clock()
+        return self.holder.decide(event, cause)
 
-    def _execute(self, actions: Sequence[Action]) -> Message | None:
-        """Carry out actions in order, say what came and what went, and have written what waits for it."""
-        reply = super()._execute(actions)
+    def carried_out(self, event: Event, actions: Sequence[Action]) -> None:
+        """Say what came and what went, and have written what waits for it."""
         self.reporter.publish_blocks()
         if self._memory.num_unwritten:
             self._unwritten.set()
-        return reply
 
-    def _carry_out(self, action: Action) -> None:
+    def fenced(self) -> None:
+        """Nothing more is to be done: what was read is kept."""
+
+    def carry_out(self, action: Action) -> None:
+        """Say what could not be taken: nothing is computed here."""
         assert isinstance(action, NotTaken), "nothing is computed here"
         log.warning("%d blocks of %s were not taken: %s", action.num_blocks, action.worker_id, action.reason)
 
@@ -210,13 +193,13 @@ class Store(HolderShell[StoreMemory]):
 
     async def _tick(self) -> None:
         """Say the load, and end what is over its time."""
-        self.beat()
+        self.holder.beat()
         while True:
             self.step(TimePassed(), "clock")
             self.reporter.publish_load(now_ms())
-            await asyncio.to_thread(self.release_reads)
+            await asyncio.to_thread(self.holder.release_reads)
             await asyncio.sleep(self._config.times.presence.beat_interval_ms / 1000)
-            self.beat()
+            self.holder.beat()
 
     async def _write_behind(self, backing: Backing) -> None:
         while True:

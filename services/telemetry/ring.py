@@ -7,11 +7,9 @@ from services.telemetry.record import context_of
 
 
 class Ring:
-    """Holds up to `max_spans` spans, by their traces' ids. Where there is no room the oldest trace is dropped."""
+    """Holds up to `MAX_SPANS` spans, by their traces' ids. Where there is no room the oldest trace is dropped."""
 
-    def __init__(self, max_spans: int = MAX_SPANS, max_kept: int = MAX_KEPT_TRACES) -> None:
-        self._max_spans = max_spans
-        self._max_kept = max_kept
+    def __init__(self) -> None:
         self._spans: dict[int, list[ReadableSpan]] = {}
         self._kept: dict[int, None] = {}
         self._num_spans = 0
@@ -25,13 +23,13 @@ class Ring:
     def append(self, span: ReadableSpan) -> None:
         self._spans.setdefault(context_of(span).trace_id, []).append(span)
         self._num_spans += 1
-        while self._num_spans > self._max_spans:
+        while self._num_spans > MAX_SPANS:
             self._num_spans -= len(self._spans.pop(next(iter(self._spans))))
 
     def keep_trace(self, trace_id: int) -> list[ReadableSpan]:
         """Return what there is of a trace, and remember that its later spans are wanted."""
         self._kept[trace_id] = None
-        if len(self._kept) > self._max_kept:
+        if len(self._kept) > MAX_KEPT_TRACES:
             del self._kept[next(iter(self._kept))]
         found = self._spans.pop(trace_id, [])
         self._num_spans -= len(found)

@@ -8,30 +8,30 @@ from dataplane.blocks.cache import BlockCache
 from schemas.request import AttemptFailure
 from services.engine.interface import EngineCallbacks, EngineDeath, InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
-from services.worker.core.actions import Submit
-from services.worker.core.attempts import Attempt
-from services.worker.core.content import AttemptKey
-from services.worker.core.events import EngineBack, EngineDied, EngineEvent, SequenceFailed, SequenceRemoved
-from services.worker.kv.holder import KVHolder
+from services.holder.core.actions import Submit
+from services.holder.core.attempt import Attempt
+from services.holder.core.attempts import Attempts
+from services.holder.core.content import AttemptKey
+from services.holder.core.events import EngineBack, EngineDied, EngineEvent, SequenceFailed, SequenceRemoved
+from services.holder.kv.blocks import LentBlocks
 from services.worker.parts import WorkerParts
-from services.worker.roles import Cores
 
 
 class EngineFeed:
-    """One worker's. `post` calls something on the event loop, from any thread; `step` lets the cores hear of it."""
+    """One worker's. `post` calls something on the event loop, from any thread; `step` lets the core hear of it."""
 
     def __init__(
         self,
         parts: WorkerParts,
-        holder: KVHolder[BlockCache],
-        cores: Cores,
+        blocks: LentBlocks[BlockCache],
+        attempts: Attempts,
         *,
         post: Callable[..., None],
         step: Callable[[EngineEvent], object],
     ) -> None:
         self._stop_timeout_s = parts.limits.times.worker.engine_stop_timeout_s
-        self._holder = holder
-        self._cores = cores
+        self._blocks = blocks
+        self._attempts = attempts.records
         self._post = post
         self._step = step
         self._ungiven: dict[AttemptKey, Sequence] = {}
@@ -50,7 +50,7 @@ class EngineFeed:
         """Give the engine a sequence; what of it is in place already is stored, and may be read under its lease."""
         sequence, attempt = action.sequence, action.attempt
         if action.lease is not None:
-            sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
+            sequence.layer_listener = self._blocks.start_computing(action.lease, sequence.num_computed_tokens)
         self.note_written(sequence, attempt, sequence.num_computed_tokens)
         if sequence.sampling.grammar:
             sequence.grammar = self.engine.start_grammar(sequence.sampling.grammar)
@@ -88,7 +88,7 @@ class EngineFeed:
         assert attempt.kv is not None, "it has blocks"
         hashes = attempt.hasher.extend(sequence.token_ids, num_tokens)
         num_stored, num_landed = attempt.num_stored_blocks, attempt.kv.num_present_tokens
-        self._holder.memory.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
+        self._blocks.memory.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
         attempt.num_stored_blocks = num_full_blocks
 
     def keep_ended(self, sequence: Sequence, attempt: Attempt) -> None:
@@ -143,7 +143,7 @@ class EngineFeed:
         self._step(EngineDied(death.reason, frozenset(had), death.in_step))
 
     def _find(self, sequence: Sequence) -> Attempt | None:
-        return self._cores.find((sequence.request_id, sequence.attempt))
+        return self._attempts.get((sequence.request_id, sequence.attempt))
 
 
 def _written_late(sequences: list[Sequence]) -> str:

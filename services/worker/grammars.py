@@ -10,7 +10,7 @@ from schemas.ids import GatewayId, WorkerId
 from schemas.request import AskGrammar, RefusalReason, Refused, RunAttempt, digest_of_grammar, refuse
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.worker.limits import MAX_TOLD_GRAMMAR_CHARACTERS
+from services.holder.limits import MAX_TOLD_GRAMMAR_CHARACTERS
 
 
 class ToldGrammars:

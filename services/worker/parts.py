@@ -29,9 +29,9 @@ from services.engine.rules import check_sequence
 from services.engine.spawn import EngineChild, SpareEngines, spawn_child
 from services.engine.thread import EngineThread
 from services.errors import UserError
+from services.holder.core.checks import WorkerLimits
+from services.holder.parts import HolderParts
 from services.trust.credentials import holder_credentials
-from services.worker.core.checks import WorkerLimits
-from services.worker.holder_shell import HolderParts
 
 log = logging.getLogger(__name__)
 
@@ -41,28 +41,26 @@ MakeEngine = Callable[[EngineCallbacks], RunningEngine]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerParts(HolderParts):
-    """A worker's memory and engine, and what it says of itself."""
+    """A worker's memory and engine."""
 
-    role: WorkerRole
     make_engine: MakeEngine
     limits: WorkerLimits
-    device: str = CPU
-    """What the engine runs on, as is said of it: "cpu", or its number and name."""
 
-    def info(self) -> WorkerInfo:
-        """Return who this is, as far as that is known before it serves."""
-        limits = self.limits
-        return WorkerInfo(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            role=self.role,
-            model=self.model,
-            fingerprint=limits.fingerprint,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            context_length=limits.context_length,
-            device=self.device,
-        )
+
+def info_of(limits: WorkerLimits, role: WorkerRole, model: str, incarnation: str, device: str = CPU) -> WorkerInfo:
+    """Return who a worker is, as far as that is known before it serves. `device`: what its engine runs on, as is said
+    of it: "cpu", or its number and name."""
+    return WorkerInfo(
+        worker_id=limits.worker_id,
+        incarnation=incarnation,
+        role=role,
+        model=model,
+        fingerprint=limits.fingerprint,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        context_length=limits.context_length,
+        device=device,
+    )
 
 
 def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
@@ -91,16 +89,12 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         times=config.times,
     )
     return WorkerParts(
-        worker_id=worker_id,
-        incarnation=secrets.token_hex(8),
-        role=role,
-        model=config.model.name or checkpoint.name,
+        info=info_of(limits, role, config.model.name or checkpoint.name, secrets.token_hex(8), placed.device),
         arena=placed.arena,
         shape=shape,
         make_engine=placed.make_engine,
         limits=limits,
         credentials=credentials,
-        device=placed.device,
     )
 
 

@@ -1,185 +1,70 @@
-"""What a worker or a store says of itself: who it is, what it has to do, what it holds, and, to whoever asks, what is
-going on."""
+"""What a worker has to do, and, to whoever asks, what is going on in it."""
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from schemas import subjects
-from schemas.directory import Inventory
-from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
-from schemas.worker import (
-    LeftReason,
-    TenantLine,
-    WorkerBeat,
-    WorkerDraining,
-    WorkerInfo,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLoad,
-    WorkerRates,
-)
-from services.bus.typed import TypedBus
+from schemas.observe import HeldRequest, RunStage
+from schemas.worker import TenantLine, WorkerLoad
 from services.engine.process import RunningEngine
-from services.times import PresenceTimes
-from services.worker.core.attempts import Attempt
-from services.worker.core.leases import Grant
-from services.worker.kv.holder import KVHolder
-from services.worker.limits import MAX_LINES, MAX_LISTED
-from services.worker.observe.journal import Journal
+from services.holder.core.attempt import Attempt
+from services.holder.core.attempts import Attempts
+from services.holder.core.copies import CopyCore
+from services.holder.limits import MAX_LINES
+from services.holder.report import Reporter
 from services.worker.observe.measured_rates import MeasuredRates
-from services.worker.outbox import Outbox
-from services.worker.roles import Cores
-
-
-class LoadPublisher:
-    """Tells a worker's or store's load as it changes and every `load_interval_ms`, and in between that it lives."""
-
-    def __init__(self, outbox: Outbox, times: PresenceTimes) -> None:
-        self._outbox = outbox
-        self._times = times
-        self._told: WorkerLoad | None = None
-        self._told_ms = 0
-
-    def publish_due(self, load: WorkerLoad, now_ms: int) -> None:
-        """To be called every `beat_interval_ms`, and where something may have changed."""
-        # Half a beat early is in time: else a timer that is a little early would skip a whole beat.
-        is_due = now_ms - self._told_ms >= self._times.load_interval_ms - self._times.beat_interval_ms // 2
-        worker = load.worker
-        if is_due or self._told is None or _weighed(load) != _weighed(self._told):
-            self._told, self._told_ms = load, now_ms
-            self._outbox.put(subjects.LOAD, (worker.worker_id,), load)
-        else:
-            beat = WorkerBeat(worker_id=worker.worker_id, incarnation=worker.incarnation)
-            self._outbox.put(subjects.BEAT, (worker.worker_id,), beat)
-
-
-def _weighed(load: WorkerLoad) -> WorkerLoad:
-    """Return what a placement would weigh of it at once: what goes on counting or averaging has time."""
-    return msgspec.structs.replace(load, num_tokens=0, num_dropped_messages=0, num_refused_reads=0, rates=WorkerRates())
 
 
 @dataclass(kw_only=True)
-class Reporter(ABC):
-    """Describes one holder of KV. `identity`: what of it is known before it serves."""
-
-    identity: WorkerInfo
-    holder: KVHolder[Any]
-    bus: TypedBus
-    outbox: Outbox
-    times: PresenceTimes
-    journal: Journal
-
-    def __post_init__(self) -> None:
-        self._publisher = LoadPublisher(self.outbox, self.times)
-
-    @abstractmethod
-    def current_load(self, now_ms: int) -> WorkerLoad:
-        """Return what there is to do at `now_ms`."""
-
-    @abstractmethod
-    def requests(self, now_ms: int) -> Iterable[HeldRequest]:
-        """Return what goes on here, for people."""
-
-    def info(self) -> WorkerInfo:
-        """Return who this is now."""
-        endpoint = self.holder.plane.endpoint if self.holder.plane else None
-        return msgspec.structs.replace(
-            self.identity,
-            incarnation=self.holder.incarnation,
-            carriers=endpoint.carriers if endpoint else (),
-            endpoint=endpoint.told if endpoint else None,
-        )
-
-    @property
-    def num_refused_reads(self) -> int:
-        plane = self.holder.plane
-        return plane.num_refused + plane.num_junk if plane else 0
-
-    def describe(self, now_ms: int) -> WorkerDescribed:
-        """Return the state at `now_ms`."""
-        requests, leases = self.requests(now_ms), list(self.holder.leases)
-        return describe(self.current_load(now_ms), requests, leases, now_ms, self.journal.lines())
-
-    def inventory(self, offset: int) -> Inventory:
-        """Return a page of the blocks that are here. Blocks that have come or gone are told first: what a page has is
-        in the events up to its number."""
-        self.publish_blocks()
-        return self.holder.inventory(offset, self.bus.connection.max_bytes)
-
-    def publish_joined(self) -> None:
-        """Say who this is; all subscriptions must be there."""
-        self.outbox.put(subjects.JOINED, (self.identity.worker_id,), WorkerJoined(worker=self.info()))
-
-    def publish_draining(self) -> None:
-        """Say that this worker takes no new work."""
-        me = self.identity.worker_id
-        self.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=self.holder.incarnation))
-
-    def publish_left(self) -> None:
-        """Say that this worker stops."""
-        me = self.identity.worker_id
-        left = WorkerLeft(worker_id=me, incarnation=self.holder.incarnation, reason=LeftReason.STOPPED)
-        self.outbox.put(subjects.LEFT, (me,), left)
-
-    def publish_load(self, now_ms: int) -> None:
-        """Say what there is to do, or that it is what was said last (`LoadPublisher`)."""
-        self._publisher.publish_due(self.current_load(now_ms), now_ms)
-
-    def publish_blocks(self) -> bool:
-        """Say which blocks have come and gone since the last time. True: some have."""
-        events = self.holder.events()
-        self.outbox.put_block_events(events)
-        return bool(events)
-
-
-@dataclass(kw_only=True)
-class WorkerReporter(Reporter):
-    """Describes one worker, with what waits and runs in its cores and its engine."""
+class WorkerLoads:
+    """What waits and runs in one worker's core and its engine."""
 
     engine: RunningEngine
     rates: MeasuredRates
-    cores: Cores
+    core: Attempts
+    copies: CopyCore
 
-    def current_load(self, now_ms: int) -> WorkerLoad:
+    @property
+    def num_running(self) -> int:
+        """Attempts and reads of copies, those that wait for blocks among them."""
+        return len(self.core.records) + len(self.copies.reading)
+
+    def load(self, reporter: Reporter, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms`."""
-        engine, roles = self.engine.engine_load(), self.cores.roles
-        num_queued = sum(role.num_queued for role in roles)
-        awaited, attempts = {"prefill": 0, "decode": 0}, list(self.cores.attempts())
-        for attempt in attempts:
-            awaited[attempt.part] += attempt.num_awaited_tokens
+        engine, core, num_queued = self.engine.engine_load(), self.core, self.core.num_queued
+        attempts, copies = list(core.records.values()), self.copies.reading.values()
+        num_unreceived = sum(attempt.num_awaited_tokens for attempt in attempts if attempt.upstream is not None)
+        num_awaited = sum(attempt.num_awaited_tokens for attempt in attempts)
+        tables = [each.tables for each in (*attempts, *copies) if each.tables]
         return WorkerLoad(
-            worker=self.info(),
-            state=roles[0].state,
-            blocks=self.holder.counts(self.cores.tables()),
-            num_running=self.cores.num_running - num_queued,
+            worker=reporter.info(),
+            state=core.state,
+            blocks=reporter.blocks.counts(tables),
+            num_running=self.num_running - num_queued,
             num_queued=num_queued,
-            num_waiting_for_twin=sum(role.num_waiting_for_twin for role in roles),
-            num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
-            num_unreceived_tokens=awaited["decode"],
+            num_waiting_for_twin=core.num_waiting_for_twin,
+            num_uncomputed_tokens=engine.num_uncomputed_tokens + num_awaited,
+            num_unreceived_tokens=num_unreceived,
             lines=_lines(attempts),
-            num_tokens=self.outbox.num_tokens,
-            num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
-            num_refused_reads=self.num_refused_reads,
+            num_tokens=reporter.outbox.num_tokens,
+            num_dropped_messages=reporter.bus.num_dropped + core.num_unfit,
+            num_refused_reads=reporter.num_refused_reads,
             engine=self.engine.lives,
             rates=self.rates.rates(now_ms),
-            clock_ahead_ms=self.holder.telemetry.clock.named_ms,
+            clock_ahead_ms=reporter.blocks.telemetry.clock.named_ms,
         )
 
     def requests(self, now_ms: int) -> Iterable[HeldRequest]:
         """Return what goes on here, for people."""
-        return self.cores.held(now_ms)
+        yield from (attempt.held(now_ms) for attempt in self.core.records.values())
+        yield from self.copies.held(now_ms)
 
 
 def _lines(attempts: Iterable[Attempt]) -> tuple[TenantLine, ...]:
     """Return what each tenant has in line, those with most in front."""
     queued, uncomputed = Counter[str](), Counter[str]()
     for attempt in attempts:
-        queued[attempt.request.tenant] += attempt.stage == "queued"
+        queued[attempt.request.tenant] += attempt.stage is RunStage.QUEUED
         uncomputed[attempt.request.tenant] += attempt.num_uncomputed_tokens
     lines = [
         TenantLine(tenant=tenant, num_queued=queued[tenant], num_uncomputed_tokens=num_tokens)
@@ -188,33 +73,3 @@ def _lines(attempts: Iterable[Attempt]) -> tuple[TenantLine, ...]:
     ]
     lines.sort(key=lambda line: (line.num_queued, line.num_uncomputed_tokens), reverse=True)
     return tuple(lines[:MAX_LINES])
-
-
-def describe(
-    load: WorkerLoad,
-    requests: Iterable[HeldRequest],
-    leases: Iterable[Grant],
-    now_ms: int,
-    last_steps: tuple[str, ...] = (),
-) -> WorkerDescribed:
-    """Return the state of a worker or store at `now_ms`."""
-    held = sorted((_held(lease, now_ms) for lease in leases), key=lambda lease: -lease.age_ms)
-    running = sorted(requests, key=lambda request: -request.age_ms)
-    return WorkerDescribed(
-        load=load,
-        requests=tuple(running[:MAX_LISTED]),
-        leases=tuple(held[:MAX_LISTED]),
-        num_requests=len(running),
-        num_leases=len(held),
-        last_steps=last_steps,
-    )
-
-
-def _held(lease: Grant, now_ms: int) -> HeldLease:
-    return HeldLease(
-        lease_id=lease.lease_id,
-        reader=lease.reader,
-        num_blocks=lease.num_blocks,
-        age_ms=max(0, now_ms - lease.granted_ms),
-        left_ms=max(0, lease.expires_at_ms - now_ms),
-    )

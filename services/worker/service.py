@@ -1,4 +1,4 @@
-"""Runs one worker, with the roles that it is given, until it is told to stop."""
+"""Runs one worker until it is told to stop."""
 
 import asyncio
 import sys
@@ -9,19 +9,17 @@ from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.loading import LIBRARY_METRICS
+from services.holder.limits import SWITCH_INTERVAL_S
 from services.metrics import Metrics
 from services.runtime import ended_before
 from services.telemetry import Telemetry
 from services.worker.inbox import Inbox
-from services.worker.limits import SWITCH_INTERVAL_S
 from services.worker.parts import WorkerParts
-from services.worker.roles import MakeRoles
 from services.worker.shell import Worker
 from services.worker.timers import Timers, drain
 
 
-async def run_roles(
-    make_roles: MakeRoles,
+async def run_worker(
     parts: WorkerParts,
     config: MeshConfig,
     connection: Bus,
@@ -34,8 +32,8 @@ async def run_roles(
     Return whether an operator wants it to be started again; None: no operator has told it to leave."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics = metrics or Metrics(parts.worker_id)
-    bus = TypedBus(connection, parts.role, metrics)
-    worker = Worker(parts, make_roles, config, bus, telemetry, metrics)
+    bus = TypedBus(connection, parts.info.role, metrics)
+    worker = Worker(parts, config, bus, telemetry, metrics)
     if config.engine.name == "vllm":
         metrics.show_library(partial(worker.engine.library_text, LIBRARY_METRICS))
     try:
@@ -44,7 +42,7 @@ async def run_roles(
             timeout_s = config.times.worker.answer_timeout_s
             await Inbox(worker, parts.worker_id, bus, telemetry, timeout_s).start_listening(tasks)
             worker.reporter.publish_joined()
-            timers = Timers(worker, worker.cores, parts.worker_id, bus, config.times)
+            timers = Timers(worker, parts.worker_id, bus, config.times)
             timing = tasks.create_task(timers.run(), name="timers")
             if on_ready is not None:
                 on_ready()
@@ -52,7 +50,7 @@ async def run_roles(
             await drain(worker, config)
             await worker.leave(timing)
     finally:
-        worker.close_memory()
+        worker.holder.close_memory()
     return worker.comes_again
 
 

@@ -31,22 +31,21 @@ from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.thread import EngineStoppedError
-from services.metrics import Metrics
-from services.runtime import now_ms
-from services.telemetry import Telemetry
-from services.worker.core.actions import (
+from services.holder.core.actions import (
     Action,
     AttemptEnded,
     Emit,
     FinishLease,
+    Lend,
     NotTaken,
     Offer,
     Publish,
+    SendReply,
     Submit,
     Withdraw,
 )
-from services.worker.core.copies import CopyCore, num_spare
-from services.worker.core.events import (
+from services.holder.core.copies import CopyCore, num_spare
+from services.holder.core.events import (
     AttemptAsked,
     DrainBegun,
     DrainOver,
@@ -56,36 +55,40 @@ from services.worker.core.events import (
     LeaseAsked,
     TimePassed,
 )
-from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
-from services.worker.engine_feed import EngineFeed
-from services.worker.holder_shell import HolderShell
-from services.worker.kv.ledger import blocks_in
-from services.worker.kv.wire_dtype import WireChoice
-from services.worker.limits import (
+from services.holder.core.rules import Rules
+from services.holder.holder import Holder
+from services.holder.kv.ledger import blocks_in
+from services.holder.limits import (
     COOLING_SHARE,
     MAX_COOLING_BLOCKS,
     MAX_COPY_READS,
     MAX_HEAT_BLOCKS,
     MAX_LEASES_AWAITED,
 )
+from services.holder.report import Reporter
+from services.metrics import Metrics
+from services.runtime import now_ms
+from services.telemetry import Telemetry
+from services.worker.core import AttemptCore
+from services.worker.engine_feed import EngineFeed
+from services.worker.leaving import LeftBehind, hottest_first, left_behind
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
 from services.worker.observe.observer import WorkerObserver
-from services.worker.observe.transfers import ReadRecords
+from services.worker.observe.reads import ReadRecords
 from services.worker.parts import WorkerParts
-from services.worker.report import WorkerReporter
-from services.worker.roles import Cores, MakeRoles
+from services.worker.report import WorkerLoads
+from services.worker.wire_dtype import WireChoice
 
 log = logging.getLogger(__name__)
 
 
-class Worker(HolderShell[BlockCache]):
-    """One worker's shell: a holder's, and what computes."""
+class Worker:
+    """One worker's shell: it has a holder, and what computes."""
 
     def __init__(
         self,
         parts: WorkerParts,
-        make_roles: MakeRoles,
         config: MeshConfig,
         bus: TypedBus,
         telemetry: Telemetry,
@@ -93,26 +96,32 @@ class Worker(HolderShell[BlockCache]):
     ) -> None:
         layout, settings, limits = parts.shape.layout, config.worker, parts.limits
         cache = BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache)
-        super().__init__(parts, cache, limits, config, bus, telemetry, tick_ms=config.times.worker.tick_ms)
-        leases = self._holder.leases
+        self._config = config
+        self._times = config.times.worker
+        self._bus = bus
+        self.holder = Holder(parts, cache, limits, config, bus, telemetry, self, tick_ms=self._times.tick_ms)
+        leases = self.holder.blocks.leases
         self._cache = cache
         self._limits = limits
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
-        copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=MAX_COPY_READS)
-        self.cores = Cores(make_roles(limits, cache, leases), copies, self._lending)
-        self._rules = self.cores.table()
-        measured = WorkerMetrics(metrics, lambda: self.reporter.current_load(now_ms()), leases, layout.block_bytes)
-        self.measured = measured
-        self.observer = WorkerObserver(telemetry, parts.worker_id, measured, self._rates, self.cores)
+        self.core = AttemptCore(limits, cache, leases, twins=settings.twins)
+        self._copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=MAX_COPY_READS)
+        # Blocks may have become free: what waits for some is begun.
+        cores = (self.core, self._copies, self.holder.lending)
+        self.rules = Rules([core.rules() for core in cores], [self.core.admit])
+        measured = WorkerMetrics(metrics, lambda: self.reporter.current_load(now_ms()))
+        self._observer = WorkerObserver(telemetry, parts.worker_id, measured, self._rates, self.core)
         self._record = ReadRecords(layout.block_size, self._rates, measured).record
         self._feed = EngineFeed(
-            parts, self._holder, self.cores, post=self._post, step=lambda event: self.step(event, "engine")
+            parts, self.holder.blocks, self.core, post=self.holder.post, step=lambda event: self.step(event, "engine")
         )
         self.engine = self._feed.engine
-        self.reporter = WorkerReporter(
-            identity=parts.info(), holder=self._holder, bus=bus, outbox=self._outbox, times=config.times.presence,
-            journal=self.observer.journal, engine=self.engine, rates=self._rates, cores=self.cores,
+        self._loads = WorkerLoads(engine=self.engine, rates=self._rates, core=self.core, copies=self._copies)
+        self.reporter = Reporter(
+            identity=parts.info, blocks=self.holder.blocks, bus=bus, outbox=self.holder.outbox,
+            times=config.times.presence, journal=self.holder.journal,
+            load=self._loads.load, requests=self._loads.requests,
         )  # fmt: skip
         self._changed = asyncio.Event()
         """Set when the load is to be told."""
@@ -135,14 +144,14 @@ class Worker(HolderShell[BlockCache]):
 
     async def begin_serving(self, tasks: asyncio.TaskGroup) -> None:
         """Serve reads, and start the engine."""
-        await self.start_serving(tasks)
+        await self.holder.start_serving(tasks)
         await asyncio.to_thread(self._wire.measure)
-        self._reads = self.make_reads(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
+        self.holder.start_reading(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
         self.engine.start()
 
     async def may_leave(self, *, forced: bool) -> LeaveAnswered:
         """Return what the scheduler says to our leaving; without one nobody is known who could go on with what runs."""
-        me, incarnation = self._parts.worker_id, self._holder.incarnation
+        me, incarnation = self.holder.parts.worker_id, self.holder.blocks.incarnation
         message = LeaveMesh(worker_id=me, incarnation=incarnation, forced=forced)
         try:
             return await self._bus.ask(subjects.LEAVE, (me,), message, self._times.leave_answer_s)
@@ -160,8 +169,8 @@ class Worker(HolderShell[BlockCache]):
             self.comes_again = message.again
             self.told_to_leave.set()
         return DrainAnswered(
-            worker_id=self._parts.worker_id,
-            incarnation=self._holder.incarnation,
+            worker_id=self.holder.parts.worker_id,
+            incarnation=self.holder.blocks.incarnation,
             refusal="" if leaves else answer.refusal,
             is_leaving=was_leaving,
         )
@@ -176,7 +185,7 @@ class Worker(HolderShell[BlockCache]):
     async def leave_behind(self) -> None:
         """Offer the hottest blocks to those who stay, and lend until they have read them, within the budget of bytes
         and time."""
-        settings, layout = self._config.worker, self._parts.shape.layout
+        settings, layout = self._config.worker, self.holder.parts.shape.layout
         num_blocks = settings.leave_bytes // layout.block_bytes
         num_asked = min(MAX_HEAT_BLOCKS, blocks_in(self._bus.connection.max_bytes))
         used_last = self._cache.kept.used_last(max(num_blocks, num_asked))
@@ -196,7 +205,7 @@ class Worker(HolderShell[BlockCache]):
 
     async def _heat_of(self, contents: list[Content]) -> bytes:
         """Return how often each of these blocks was asked for, as the directory says; nothing, if it does not."""
-        me = self._parts.worker_id
+        me = self.holder.parts.worker_id
         question = AskHeat(worker_id=me, block_hashes=join_hashes([content.block_hash for content in contents]))
         try:
             return (await self._bus.ask(subjects.HEAT, (me,), question, self._times.leave_answer_s)).heat
@@ -205,7 +214,7 @@ class Worker(HolderShell[BlockCache]):
             return b""
 
     def _offer_left(self, offer: LeftBehind) -> None:
-        me, to = self._parts.worker_id, offer.receiver
+        me, to = self.holder.parts.worker_id, offer.receiver
         if to.role == "store":
             self._publish_cools(offer.hashes, offer.tenant)
             return
@@ -220,11 +229,11 @@ class Worker(HolderShell[BlockCache]):
             tenant=offer.tenant,
             leaving=True,
         )
-        self._outbox.put(subjects.REPLICATE, (to.worker_id, me), message)
+        self.holder.outbox.put(subjects.REPLICATE, (to.worker_id, me), message)
 
     async def _until_unasked(self, timeout_s: float) -> None:
         """Return once nobody has asked for a lease for a while, and none is open, or the time is over."""
-        leases, asked_s = self._holder.leases, time.monotonic()
+        leases, asked_s = self.holder.blocks.leases, time.monotonic()
         until_s, num_granted = asked_s + timeout_s, leases.num_granted
         while (now_s := time.monotonic()) < until_s:
             if len(leases) or leases.num_granted != num_granted:
@@ -249,20 +258,21 @@ class Worker(HolderShell[BlockCache]):
     async def leave(self, timers: "asyncio.Task[None]") -> None:
         """Leave in order: end reads and engine, lend until nobody reads, and end. `timers` keep the leases until then,
         and are cancelled."""
-        self._is_leaving = True
-        await self._reads.close()
+        self.holder.is_leaving = True
+        await self.holder.reads.close()
         await asyncio.to_thread(self._feed.stop_engine)
-        await self._holder.until_unread(self._times.readers_stay_s)
+        await self.holder.blocks.until_unread(self._times.readers_stay_s)
         timers.cancel()
-        await self.depart()
+        await self.holder.depart()
 
     # Deciding.
 
     def step(self, event: Event, cause: str) -> Message | None:
-        """See `HolderShell.step`. Raises EngineStoppedError: nothing is decided any more, and no block given back, once
+        """See `HolderOwner.step`. Raises EngineStoppedError: nothing is decided any more, and no block given back, once
         a read may write where it should not."""
         self._check_reads()
-        reply = super().step(event, cause)
+        self.holder.look_at_the_clock()
+        reply = self.holder.decide(event, cause)
         if isinstance(event, EngineDied | EngineBack):
             self.report_load()  # at once: requests are placed here, or wait for that
         if isinstance(event, AttemptAsked) and not isinstance(reply, Refused):
@@ -289,17 +299,17 @@ class Worker(HolderShell[BlockCache]):
             self._publish_cools(hashes, tenant)
 
     def _publish_cools(self, hashes: Sequence[BlockHash], tenant: str) -> None:
-        me = self._parts.worker_id
+        me = self.holder.parts.worker_id
         message = BlocksCooling(
-            worker_id=me, incarnation=self._holder.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
+            worker_id=me, incarnation=self.holder.blocks.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
         )
-        self._outbox.put(subjects.COOLING, (me,), message)
+        self.holder.outbox.put(subjects.COOLING, (me,), message)
 
     def check_engine(self) -> None:
         """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
         cannot compute must not look well."""
         if self.engine.has_failed:
-            raise EngineStoppedError(f"the engine of {self._parts.worker_id} has failed")
+            raise EngineStoppedError(f"the engine of {self.holder.parts.worker_id} has failed")
         self._check_reads()
 
     async def grant_lease(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
@@ -309,28 +319,30 @@ class Worker(HolderShell[BlockCache]):
         self._num_waiting += 1
         try:
             while True:
-                stored, reply = self._stored, self.unproved(request)
+                stored, reply = self._stored, self.holder.unproved(request)
                 reply = reply or self.step(LeaseAsked(request, traceparent), cause)
                 assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
                 if isinstance(reply, LeaseGranted) or reply.reason is not RefusalReason.GONE:
                     return reply
-                if not self._is_coming(request, 0):
+                if not self.is_coming(request, 0):
                     return reply
                 if now_ms() >= until_ms or self._num_waiting > MAX_LEASES_AWAITED:
-                    return refuse(request, RefusalReason.COMING, f"{self._parts.worker_id} is computing these blocks")
+                    return refuse(
+                        request, RefusalReason.COMING, f"{self.holder.parts.worker_id} is computing these blocks"
+                    )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout((until_ms - now_ms()) / 1000):
                         await stored.wait()
         finally:
             self._num_waiting -= 1
 
-    def _is_coming(self, request: RequestLease, num_blocks: int) -> bool:
+    def is_coming(self, request: RequestLease, num_blocks: int) -> bool:
         """Say whether the block behind the first `num_blocks` of those asked for is being computed here."""
         rest = request.block_hashes[num_blocks * BLOCK_HASH_BYTES :]
         if not (rest and self._config.worker.twins and self._cache.keeps_what_is_computed):
             return False
         next_hash = BlockHash(rest[:BLOCK_HASH_BYTES])
-        return self.cores.is_computing(next_hash, request.first_block + num_blocks, request.tenant)
+        return self.core.is_computing(next_hash, request.first_block + num_blocks, request.tenant)
 
     # What others ask.
 
@@ -350,58 +362,61 @@ class Worker(HolderShell[BlockCache]):
         num_before = len(self._cache.kept.block_of)
         self.step(message, cause)
         num_blocks = num_before - len(self._cache.kept.block_of)
-        return BlocksPurged(worker_id=self._parts.worker_id, num_blocks=num_blocks)
+        return BlocksPurged(worker_id=self.holder.parts.worker_id, num_blocks=num_blocks)
 
     # What the cores ask for.
 
-    def _execute(self, actions: Sequence[Action]) -> Message | None:
-        """Carry out actions in order; the tokens among them go out as one message a gateway. Return the reply among
-        them."""
-        reply = super()._execute(actions)
-        self._outbox.put_tokens([(action.gateway_id, action.tokens) for action in actions if isinstance(action, Emit)])
-        if self.reporter.publish_blocks():
-            self._stored.set()
-            self._stored = asyncio.Event()
-        usage = (self._cache.num_free + self._cache.num_cached, self.cores.num_running)
-        if len(actions) > (reply is not None) or usage != self._usage:
-            self._usage = usage
-            self._changed.set()
-        if self._is_idle:
-            self._idle.set()
-        else:
-            self._idle.clear()
-        return reply
-
-    def _carry_out(self, action: Action) -> None:
+    def carry_out(self, action: Action) -> None:
+        """Do what is decided of more than leases and reads."""
         match action:
             case Publish(subject=subject, ids=ids, message=message, traceparent=traceparent):
-                self._outbox.put(subject, ids, message, traceparent)
+                self.holder.outbox.put(subject, ids, message, traceparent)
             case Submit():
                 self._feed.submit(action)
             case Withdraw(key=key):
                 self._feed.withdraw(key)
             case Offer(lease=lease, attempt=attempt):
                 lease_ms, traceparent = self._limits.lease_ms, attempt.traceparent
-                offer = self._holder.offer(lease, attempt.request, lease_ms, traceparent)
+                offer = self.holder.blocks.offer(lease, attempt.request, lease_ms, traceparent)
                 ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
-                self._outbox.put(subjects.OFFERED, ids, offer, traceparent)
+                self.holder.outbox.put(subjects.OFFERED, ids, offer, traceparent)
             case FinishLease(lease=lease, first_token=first):
-                self._holder.finish_lease(lease, first)
+                self.holder.blocks.finish_lease(lease, first)
             case _:
                 assert isinstance(action, Emit | AttemptEnded | NotTaken), f"{action} is carried out elsewhere"
+
+    def carried_out(self, event: Event, actions: Sequence[Action]) -> None:
+        """All that was decided on an event is done: the tokens go out, as one message a gateway, and what blocks have
+        come and gone."""
+        holder = self.holder
+        holder.outbox.put_tokens([(each.gateway_id, each.tokens) for each in actions if isinstance(each, Emit)])
+        if self.reporter.publish_blocks():
+            self._stored.set()
+            self._stored = asyncio.Event()
+        usage = (self._cache.num_free + self._cache.num_cached, self._loads.num_running)
+        if usage != self._usage or any(not isinstance(action, SendReply | Lend) for action in actions):
+            self._usage = usage
+            self._changed.set()
+        if self._is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+        self._observer.saw(event, actions)
 
     # Being alive.
 
     def _check_reads(self) -> None:
-        if self._reader.is_stuck:
-            raise EngineStoppedError(f"a read of {self._parts.worker_id} does not come to an end, and may still write")
+        if self.holder.is_stuck:
+            raise EngineStoppedError(
+                f"a read of {self.holder.parts.worker_id} does not come to an end, and may still write"
+            )
 
-    def _fence(self, reason: str) -> None:
-        super()._fence(reason)
+    def fenced(self) -> None:
+        """All has ended, and this worker has joined anew: its load is to be told."""
         self._changed.set()
 
     @property
     def _is_idle(self) -> bool:
         """Nothing runs here, and nobody reads or is to read."""
-        leases = self._holder.leases
-        return not self.cores.num_running and not len(leases) and not leases.num_expected
+        leases = self.holder.blocks.leases
+        return not self._loads.num_running and not len(leases) and not leases.num_expected

@@ -12,7 +12,8 @@ from services.config import MeshConfig
 from services.presence import BusConnected
 from services.runtime import logging_failures, now_ms
 from services.times import Times
-from services.worker.core.wanted import (
+from services.worker.shell import Worker
+from services.worker.wanted import (
     AskGateway,
     GatewayAnswered,
     GatewayUnanswered,
@@ -20,8 +21,6 @@ from services.worker.core.wanted import (
     WantedCore,
     WantedEvent,
 )
-from services.worker.roles import Cores
-from services.worker.shell import Worker
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +28,11 @@ log = logging.getLogger(__name__)
 class Timers:
     """One worker's timers."""
 
-    def __init__(self, worker: Worker, cores: Cores, worker_id: WorkerId, bus: TypedBus, times: Times) -> None:
+    def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus, times: Times) -> None:
         self._worker = worker
         self._worker_id = worker_id
         self._bus = bus
-        self._wanted = WantedCore(cores.wanted_by, times)
+        self._wanted = WantedCore(worker.core.wanted_by, times)
         self._times = times.worker
         self._beat_s = times.presence.beat_interval_ms / 1000
 
@@ -53,14 +52,14 @@ class Timers:
             await self._worker.wait_for_change(self._beat_s - self._times.load_min_gap_s)
 
     async def _tick(self) -> None:
-        self._worker.beat()
+        self._worker.holder.beat()
         while True:
             await asyncio.sleep(self._times.tick_ms / 1000)
             self._worker.check_engine()
             with logging_failures("a tick"):
                 self._worker.tick()
-                await asyncio.to_thread(self._worker.release_reads)
-            self._worker.beat()
+                await asyncio.to_thread(self._worker.holder.release_reads)
+            self._worker.holder.beat()
 
     async def _ask_gateways(self) -> None:
         while True:

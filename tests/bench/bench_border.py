@@ -38,9 +38,9 @@ from services.config import EngineConfig, EngineName, MeshConfig, ModelConfig, W
 from services.engine.checkpoint import read_checkpoint
 from services.engine.interface import EngineCallbacks, Sequence, StepResult
 from services.engine.process import RunningEngine
+from services.holder.limits import SWITCH_INTERVAL_S
 from services.launch.engine_choice import with_engine
 from services.launch.supervisor import UpOptions
-from services.worker.limits import SWITCH_INTERVAL_S
 from services.worker.parts import WorkerParts, load_parts
 from tests.bench.bench_gaps import Arrival, ask
 from tests.bench.vllm_inside import in_a_process, p99_late_ms

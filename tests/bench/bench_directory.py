@@ -32,9 +32,9 @@ from services.directory import limits
 from services.directory.core import DirectoryCore
 from services.directory.events import BlocksChanged, WorkerGone
 from services.directory.service import Directory
+from services.holder.limits import INVENTORY_PAGE_BLOCKS
 from services.telemetry import Telemetry
 from services.times import DirectoryTimes
-from services.worker.limits import INVENTORY_PAGE_BLOCKS
 
 BLOCKS = (100_000, 1_000_000, 10_000_000)
 HOLDERS = (8, 64, 1_000)

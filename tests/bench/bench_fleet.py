@@ -41,14 +41,14 @@ from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig, MeshConfig, NatsConfig, TelemetryConfig, write_config
 from services.errors import BrokerUnreachableError
+from services.holder.outbox import Outbox
+from services.holder.report import LoadPublisher
 from services.launch.serve import READY_LINE
 from services.ports import free_port
 from services.runtime import now_ms
 from services.times import Times
 from services.trust import nats_jwt
 from services.trust.keys import BusAccess, MeshKeys
-from services.worker.outbox import Outbox
-from services.worker.report import LoadPublisher
 from tests.bench.bench_scheduler import load_of
 
 BEAT_INTERVAL_MS = Times().presence.beat_interval_ms

@@ -27,7 +27,7 @@ from services.config import set_environment
 from services.engine.interface import Sequence, StepResult, Steps
 from services.engine.thread import EngineThread
 from services.engine.vllm_engine.formats import BLOCK_SIZE, format_here
-from services.worker.limits import SWITCH_INTERVAL_S
+from services.holder.limits import SWITCH_INTERVAL_S
 from tests.bench.vllm_peers import NUM_THREADS, TOKEN_BUDGET
 from tests.engine.quiet import NO_CALLBACKS, no_grammar
 

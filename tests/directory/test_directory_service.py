@@ -21,12 +21,12 @@ from services.directory import limits, service
 from services.directory.events import WorkerHeard
 from services.directory.limits import MAX_HOLDER_BLOCKS, MAX_READING
 from services.directory.service import _worker_heard, run_directory
+from services.holder.kv.ledger import BlockLedger
 from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
 from services.telemetry import Telemetry
 from services.times import Times
-from services.worker.kv.ledger import BlockLedger
 from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time

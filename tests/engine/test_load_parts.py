@@ -82,7 +82,7 @@ def test_without_a_card_all_is_as_it_was(model: str, device: str, monkeypatch: p
     parts = load(model, device)
     try:
         assert isinstance(parts.arena, Arena) and parts.arena.num_bytes == parts.shape.arena_bytes
-        assert (parts.device, parts.shape.layout.dtype) == ("cpu", "float32")
+        assert (parts.info.device, parts.shape.layout.dtype) == ("cpu", "float32")
     finally:
         parts.make_engine(NO_CALLBACKS).close()
         parts.arena.close()
@@ -111,7 +111,7 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
     parts = load(model, "cuda:3")
     try:
         assert isinstance(parts.arena, CardArena)
-        assert parts.device == f"cuda:3 {made.card.name}"
+        assert parts.info.device == f"cuda:3 {made.card.name}"
         assert parts.shape.layout.dtype == "bfloat16", "the checkpoint's own"
         assert parts.arena.num_bytes == parts.shape.arena_bytes
         [arguments] = made.engines

@@ -1,6 +1,5 @@
 """A scheduler and workers that answer on the bus with scripted tokens, and misbehave on demand."""
 
-from schemas.request import AttemptAccepted
 import asyncio
 import contextlib
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from schemas.logprobs import Logprobs, TokenLogprob, pack_logprobs, unpack_logpr
 from schemas.request import (
     AskProgress,
     AskWanted,
+    AttemptAccepted,
     AttemptFailure,
     CancelRequest,
     Placement,

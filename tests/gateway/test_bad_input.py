@@ -1,6 +1,5 @@
 """Every absurd body ends in a 4xx of OpenAI's shape that names the field."""
 
-from schemas.request import OtherEnd
 import json
 import re
 import socket
@@ -10,7 +9,7 @@ import pytest
 
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import encode
-from schemas.request import RefusalReason, SamplingParams
+from schemas.request import OtherEnd, RefusalReason, SamplingParams
 from services.bus.limits import MAX_PAYLOAD_BYTES, MIN_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError

@@ -1,7 +1,5 @@
 """The gateway's request, without an event loop: what happens in, what is done out."""
 
-from schemas.request import OtherEnd
-from schemas.ids import HandoffId
 import ast
 import inspect
 import itertools
@@ -12,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.ids import RequestId, WorkerId
+from schemas.ids import HandoffId, RequestId, WorkerId
 from schemas.logprobs import TokenLogprob
 from schemas.request import (
     AttemptEnd,
     AttemptFailure,
     KVSource,
+    OtherEnd,
     Placement,
     RefusalReason,
     RequestFailure,
@@ -42,8 +41,8 @@ from services.gateway.request.events import (
     PlaceGranted,
     PlaceRefused,
     PlaceUnanswered,
-    SendCancel,
     SendAttempt,
+    SendCancel,
     StopMatched,
     Submitted,
     TokensReceived,

@@ -7,7 +7,8 @@ import msgspec
 import openai
 import pytest
 
-from schemas.request import RefusalReason
+from schemas.ids import HandoffId, WorkerId
+from schemas.request import OtherEnd, RefusalReason
 from tests.engine.grammar_rig import Checkpoint
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
@@ -71,8 +72,9 @@ async def test_what_crosses_the_mesh(rig: Rig) -> None:
     assert answer.headers["x-request-id"] == place.request_id == run.request_id == reserve.request_id
     assert len(place.block_hashes) == 2 * 16
     assert (place.num_prompt_tokens, place.max_tokens) == (40, 5)
-    assert run.handoff_id == reserve.handoff_id == f"{run.request_id}-{run.attempt}"
-    assert (run.decode_worker, reserve.prefill_worker) == ("d1", "p1")
+    handoff_id = HandoffId(f"{run.request_id}-{run.attempt}")
+    assert run.downstream == OtherEnd(worker_id=WorkerId("d1"), handoff_id=handoff_id) and run.upstream is None
+    assert reserve.upstream == OtherEnd(worker_id=WorkerId("p1"), handoff_id=handoff_id) and reserve.downstream is None
     assert run.sampling == reserve.sampling
     assert (run.sampling.seed, run.sampling.top_k, run.sampling.top_p) == (7, 3, 0.5)
     assert run.deadline_ms == pytest.approx(place.deadline_ms, abs=60_000) and place.deadline_ms > 0
@@ -220,7 +222,7 @@ async def test_several_choices_streamed(rig: Rig) -> None:
 async def test_one_token_is_never_split(rig: Rig) -> None:
     answer = await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=1)
     assert answer.choices[0].finish_reason == "length"
-    assert rig.mesh.runs[0].handoff_id is None
+    assert rig.mesh.runs[0].downstream is None
     assert rig.mesh.reserves == []
 
 
@@ -228,7 +230,7 @@ async def test_without_a_decode_worker_the_prefill_worker_goes_on(open_rig: Open
     async with open_rig(split=False) as rig:
         answer = await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=100)
         assert answer.choices[0].text == rig.text
-        assert rig.mesh.runs[0].handoff_id is None
+        assert rig.mesh.runs[0].downstream is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -68,7 +68,7 @@ async def test_the_last_token_is_not_split(rig: Rig) -> None:
     rig.mesh.conduct["d1"] = Conduct(fails_at=2)
     answer = await rig.http.post(C, json=body(rig, max_tokens=3))
     assert answer.json()["choices"][0]["text"] == rig.model.codec.decode(rig.answer[:3])
-    assert (rig.mesh.runs[1].decode_worker, len(rig.mesh.reserves)) == (None, 1)
+    assert (rig.mesh.runs[1].downstream, len(rig.mesh.reserves)) == (None, 1)
 
 
 @pytest.mark.parametrize(("worker", "lost"), [("p1", (0,)), ("d1", (3, 4)), ("d1", (43,)), ("d1", (1, 43))])

@@ -3,6 +3,8 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import msgspec
+
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.cards.arena import CardArena
 from dataplane.cards.card import wait_until
@@ -58,4 +60,5 @@ def make_card_parts(
     in_memory.arena.close()
     arena = CardArena(card, uniform_shape(layout, num_blocks))
     made = thread_of(steps_of(LateEngine(arena)), GRAMMARS.compile)
-    return replace(in_memory, arena=arena, make_engine=made, device=f"cuda:0 {card.name}")
+    info = msgspec.structs.replace(in_memory.info, device=f"cuda:0 {card.name}")
+    return replace(in_memory, info=info, arena=arena, make_engine=made)

@@ -3,14 +3,14 @@
 In a test with virtual time engines and streams are cooperative threads and a step takes as long as the simulator says.
 """
 
-from schemas.request import OtherEnd
-from schemas.request import AttemptAccepted
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
+
+import msgspec
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from schemas import subjects
@@ -19,8 +19,10 @@ from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.request import (
     AskProgress,
     AskWanted,
+    AttemptAccepted,
     CancelRequest,
     KVSource,
+    OtherEnd,
     Placement,
     PlaceRequest,
     Progress,
@@ -45,15 +47,15 @@ from services.engine.fake import FakeEngine
 from services.engine.interface import Engine, StartGrammar
 from services.engine.process import RunningEngine
 from services.engine.thread import EngineThread
-from services.launch.worker_roles import run_worker
+from services.holder.core.checks import WorkerLimits
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
 from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
 from services.telemetry import ListExporter, Telemetry
 from services.times import Times
-from services.worker.core.checks import WorkerLimits
-from services.worker.parts import MakeEngine, WorkerParts
+from services.worker.parts import MakeEngine, WorkerParts, info_of
+from services.worker.service import run_worker
 from tests import virtual
 from tests.credentials import CREDENTIALS, GatewayBus
 from tests.promises import must_end, same_tokens
@@ -112,10 +114,7 @@ def make_parts(
         times=Times(),
     )
     return WorkerParts(
-        worker_id=WorkerId(worker_id),
-        incarnation=f"{worker_id}-1",
-        role=role,
-        model="fake",
+        info=info_of(limits, role, "fake", f"{worker_id}-1"),
         arena=arena,
         shape=shape,
         make_engine=thread_of(steps_of(FakeEngine(shape, arena.buffer, vocab_size=VOCAB)), start_grammar),

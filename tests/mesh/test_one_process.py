@@ -1,6 +1,5 @@
 """The services as they are, in one process on a memory bus. The fake engine reads its KV: wrong KV is wrong tokens."""
 
-from schemas.request import OtherEnd
 import asyncio
 import random
 import time
@@ -17,8 +16,9 @@ from schemas.handoff import KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import (
-    KVSource,
     AttemptAccepted,
+    KVSource,
+    OtherEnd,
     Refused,
     RunAttempt,
     SamplingParams,

@@ -20,8 +20,8 @@ from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, PurgeBlocks, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
-from services.worker.core.leases import Grant
-from services.worker.kv.holder import KVHolder, StreamLease
+from services.holder.core.leases import Grant
+from services.holder.kv.blocks import LentBlocks, StreamLease
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
 from tests.share import examples
@@ -304,15 +304,15 @@ async def _any_combination(rng: random.Random, carrier: str, layout: KVLayout) -
 
 async def test_a_grant_that_was_not_asked_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that says that it has more, or something else, costs a recompute."""
-    honest = KVHolder.sign_lease
+    honest = LentBlocks.sign_lease
 
-    def lend(self: KVHolder, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
+    def lend(self: LentBlocks, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
         return msgspec.structs.replace(honest(self, grant, request, traceparent), first_token=8)
 
     async with one_process_mesh(*fleet()) as client:
         prompt = [random.Random(9).randrange(1, VOCAB) for _ in range(64)]
         await client.complete("a", prompt, greedy(1), route=Route(D0))
-        monkeypatch.setattr(KVHolder, "sign_lease", lend)
+        monkeypatch.setattr(LentBlocks, "sign_lease", lend)
         answer = await client.complete("b", prompt, greedy(5), route=Route(P0, D1, (source(D0),)))
         check(answer, prompt, greedy(5))
         assert answer.prefill_report is not None and answer.prefill_report.recomputed_tokens == 64

@@ -1,4 +1,4 @@
-"""Writes the map of what requests pass through: `python -m tests.pages.life docs/life-of-a-request.md`.
+"""Writes the map of what requests pass through: `make life`, `python -m tests.pages.life PAGE`.
 
 One mesh runs in this process, under the simulator's virtual time: every service as it is, the demo
 checkpoint on the real engine, nothing that goes wrong but what the story tells. While the request of the story is under
@@ -38,7 +38,7 @@ from services.sim.platform.loop import PROCESS, SimLoop
 from services.sim.platform.plane import SimNetwork
 from services.sim.world import undisturbed
 from services.trust.credentials import HolderCredentials
-from services.worker.parts import WorkerParts
+from services.worker.parts import WorkerParts, info_of
 
 REPOSITORY = Path(schemas.__file__).parents[1]
 ROOTS = ("schemas", "dataplane", "services")
@@ -73,7 +73,7 @@ MODEL = "demo_model"
 
 HEAD = """# The life of a request
 
-Generated (`make pages`, `tests/pages/life.py`): the functions of ours that take part in three requests, in the order
+Generated (`make life`, `tests/pages/life.py`): the functions of ours that take part in three requests, in the order
 of their first call, as they ran. The mesh is whole and lives in one process under virtual time (a gateway, a scheduler,
 a directory, two prefill and two decode workers with the demo checkpoint on the CPU). The simulator stands in for the
 message bus, the clock, the HTTP server and the network; so neither the NATS client nor sockets are met here.
@@ -190,7 +190,10 @@ class LifeMesh(SimMesh):
         batch = Batch(self.config.worker.token_budget, context_length=self._model.context_length)
         steps = SimSteps(engine, batch, PACE)
         make_engine = functools.partial(SimEngineThread, steps, GRAMMARS.compile)
-        return dataclasses.replace(parts, arena=arena, shape=self._shape, make_engine=make_engine, limits=limits)
+        info = info_of(limits, role, parts.info.model, parts.info.incarnation)
+        return dataclasses.replace(
+            parts, info=info, arena=arena, shape=self._shape, make_engine=make_engine, limits=limits
+        )
 
 
 class Stage:

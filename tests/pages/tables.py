@@ -10,11 +10,15 @@ from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
+from schemas.observe import RunStage
 from schemas.subjects import SUBJECTS, Permit, Role, Subject
 from services.cli.app import app
 from services.errors import UserError
 from services.gateway.api.capabilities import BODIES, parameters_of
+from services.holder.core.attempt import STAGES_AFTER
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
+from services.metrics import MetricName
+from services.worker.core import TABLE
 from tests.bench import links
 from tests.pages.message_tables import message_tables
 
@@ -70,10 +74,43 @@ def handoff_diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
+def attempt_diagram() -> str:
+    """Return the stages of an attempt on a worker and their order as a Mermaid diagram."""
+    steps = [
+        f"    {stage} --> {after}" for stage, later in STAGES_AFTER.items() for after in RunStage if after in later
+    ]
+    ends = [
+        f"    [*] --> {RunStage.QUEUED}",
+        *steps,
+        f"    {RunStage.COMPUTING} --> [*]",
+        f"    {RunStage.ENDING} --> [*]",
+    ]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *ends, "```"])
+
+
+def attempt_table() -> str:
+    """Return what can happen to an attempt in each stage, and the rule that says what is done then, as a Markdown
+    table."""
+    rows = [
+        f"| `{stage}` | {', '.join(f'`{event.__name__}` → `{_rule_name(rule)}`' for event, rule in events.items())} |"
+        for stage, events in TABLE.items()
+    ]
+    return "\n".join(["| stage | what may happen → what is done |", "|---|---|", *rows])
+
+
+def _rule_name(rule: Callable[..., Any]) -> str:
+    return f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
+
+
+def shown_name(metric: MetricName) -> str:
+    """Return the name as Prometheus stores it; a histogram's has `_bucket`, `_sum` and `_count` behind it."""
+    return f"{metric.name}_total" if metric.kind == "counter" else metric.name
+
+
 def metrics_table() -> str:
     """Return every metric, its labels, who serves it and what it says, as a Markdown table."""
     rows = [
-        f"| `{m.shown_name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.shown_labels)} "
+        f"| `{shown_name(m)}` | {m.kind} | {', '.join(f'`{label}`' for label in m.shown_labels)} "
         f"| {_served_by(m.roles)} | {m.text} |"
         for m in METRICS
     ]
@@ -103,7 +140,13 @@ PAGES: dict[str, Sections] = {
     },
     "docs/api.md": {"parameters": parameter_table},
     "docs/metrics.md": {"metrics": metrics_table},
-    "docs/protocol.md": {"subjects": subject_table, "handoff": handoff_diagram, "messages": message_tables},
+    "docs/protocol.md": {
+        "subjects": subject_table,
+        "handoff": handoff_diagram,
+        "stages": attempt_diagram,
+        "rules": attempt_table,
+        "messages": message_tables,
+    },
     "docs/security.md": {"permissions": permissions_table},
     "docs/usage.md": {"flags": flags_table},
 }

@@ -31,9 +31,9 @@ from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
+from services.holder.core.leases import Grant, LeaseTable
 from services.sim.platform import threads
 from services.sim.platform.plane import SimNetwork, SimPlaneReader, SimPlaneServer
-from services.worker.core.leases import Grant, LeaseTable
 from tests import gpu
 from tests.gpu import GPU_MARKS
 from tests.plane.fake_card import Fabric, FakeCard, FakeMemory

@@ -30,11 +30,11 @@ from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused
 from services.config import WorkerConfig
+from services.holder.core.checks import WorkerLimits
+from services.holder.core.leases import Grant
+from services.holder.core.lending import LendCore, StreamEnded
+from services.holder.kv.blocks import LentBlocks, StreamLease
 from services.times import Times
-from services.worker.core.checks import WorkerLimits
-from services.worker.core.leases import Grant
-from services.worker.core.lending import LendCore, StreamEnded
-from services.worker.kv.holder import KVHolder, StreamLease
 from tests.credentials import SIGNER, credentials_for
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
@@ -78,7 +78,7 @@ class Lender:
         self.memory = memory or holder_memory(self.shape)
         layout = self.shape.layout
         self.served: queue.Queue[tuple[LeaseId, str]] = queue.Queue()
-        self.holder = KVHolder[BlockCache](
+        self.holder = LentBlocks[BlockCache](
             worker_id=HOLDER,
             incarnation="one",
             arena=self.memory.arena,

@@ -18,7 +18,7 @@ from dataplane.memory.content_tags import TAG_BYTES, BlockContents, ExpectedCont
 from dataplane.protocol.wire import WireClosedError
 from schemas.ids import BlockHash
 from schemas.kv import LeaseGranted
-from services.worker.core.events import StreamStarted
+from services.holder.core.events import StreamStarted
 from tests.plane.harness import LAYOUT, SECRET, Target, fails, random_kv
 from tests.plane.test_bad_references import BLOCK, NUM_TOKENS, Lender, hashes_of, read
 from tests.worker import worker_cases as case

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -33,10 +33,21 @@ from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
 from schemas.ids import LeaseId
 from schemas.message import RequestMessage
+from schemas.observe import RunStage
+from schemas.worker import WorkerLeft
 from services import runtime
 from services.bus import typed
 from services.clocks import Eldest
-from services.decode.core import DecodeCore
+from services.holder.core import attempts as attempts_module
+from services.holder.core.actions import Emit
+from services.holder.core.attempt import Twin
+from services.holder.core.attempts import Attempts
+from services.holder.core.checks import WorkerLimits
+from services.holder.core.copies import CopyCore, Why
+from services.holder.core.events import EngineDied, ReadEnded
+from services.holder.core.leases import Grant, LeaseTable
+from services.holder.core.twins import Twins
+from services.holder.kv.blocks import LentBlocks, StreamLease
 from services.scheduler.elder import ElderClock
 from services.sim.mesh import MeshShape
 from services.sim.platform.engine import SimEngineThread
@@ -44,18 +55,10 @@ from services.sim.platform.threads import CoThread
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
 from services.telemetry import MeshClock
-from services.times import DecodeTimes, PrefillTimes, Times
-from services.worker.core import role
-from services.worker.core.actions import Emit
-from services.worker.core.attempts import Twin
-from services.worker.core.checks import WorkerLimits
-from services.worker.core.copies import CopyCore, Why
-from services.worker.core.events import ReadEnded
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.core.role import RoleCore
-from services.worker.core.twins import Twins
+from services.times import DecodeTimes, PrefillTimes
+from services.worker import attempt_rules
+from services.worker.core import TABLE
 from services.worker.engine_feed import EngineFeed
-from services.worker.kv.holder import KVHolder, StreamLease
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 50_000
@@ -243,16 +246,16 @@ def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
         lease = granted_by(self)[terms["lease_id"]] = grant(self, **terms)
         return lease
 
-    def open_anyway(self: KVHolder[Any], ticket: Any) -> StreamLease[Any]:
+    def open_anyway(self: LentBlocks[Any], ticket: Any) -> StreamLease[Any]:
         lease = granted_by(self.leases).get(ticket.lease_id)
         if lease is None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
         return StreamLease(self, lease, self.telemetry.child_of(lease.traceparent))
 
-    patch.setattr(KVHolder, "open", open_anyway)
+    patch.setattr(LentBlocks, "open", open_anyway)
     patch.setattr(LeaseTable, "grant", remember)
     patch.setattr(StreamLease, "still_valid", lambda self: True)
-    patch.setattr(KVHolder, "close_lease", lambda self, lease: None)
+    patch.setattr(LentBlocks, "close_lease", lambda self, lease: None)
 
 
 @bug("the sweep of expired leases stops at the first one that still lives", "plane_cut", options=HURRIED)
@@ -273,13 +276,11 @@ def sweep_stops_at_first_living_lease(patch: pytest.MonkeyPatch) -> None:
 
 @bug("an expired lease is forgotten, its blocks are not given back", *FAULT_KINDS)
 def expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    from services.prefill.core import PrefillCore
+    def forgotten(self: Attempts, attempt: Any, lease: Any, *, tells_other_end: bool) -> list[Any]:
+        attempt.downstream.lease = None
+        return []
 
-    patch.setattr(
-        PrefillCore,
-        "_lease_gone",
-        lambda self, attempt, lease, *, tell_target: setattr(attempt, "lease", None) or [],
-    )
+    patch.setattr(Attempts, "lease_gone", forgotten)
 
 
 @bug("the lease takes no references of its own: its blocks are used again once the prompt is computed")
@@ -313,7 +314,7 @@ def void_blocks_are_believed(patch: pytest.MonkeyPatch) -> None:
 
     def believe(self: EngineFeed, death: Any) -> None:
         for key in death.in_step:
-            if (attempt := self._cores.find(key)) is not None:
+            if (attempt := self._attempts.get(key)) is not None:
                 sequence = given_to(self)[key]
                 self.note_written(sequence, attempt, len(sequence.token_ids))
         on_died(self, death)
@@ -336,20 +337,18 @@ def dead_engine_writes_on(patch: pytest.MonkeyPatch) -> None:
 
 @bug("an attempt is told twice that its engine died", "kill_engine")
 def death_is_told_twice(patch: pytest.MonkeyPatch) -> None:
-    died = RoleCore._engine_died
+    died = attempt_rules.engine_died
 
-    def twice(self: RoleCore[Any], event: Any, now_ms: int) -> list[Any]:
-        actions = died(self, event, now_ms)
+    def twice(attempts: Attempts, attempt: Any, event: Any, now_ms: int) -> list[Any]:
+        actions = died(attempts, attempt, event, now_ms)
         return [*actions, *(action for action in actions if isinstance(action, Emit))]
 
-    patch.setattr(RoleCore, "_engine_died", twice)
+    set_rule(patch, EngineDied, twice)
 
 
 @bug("the lease on what a dead engine was to write is kept", "kill_engine")
 def lease_outlives_its_engine(patch: pytest.MonkeyPatch) -> None:
-    from services.prefill.core import PrefillCore
-
-    patch.setattr(PrefillCore, "_engine_lost", lambda self, attempt: [])
+    patch.setattr(attempt_rules, "_dropped_by_engine", lambda attempts, attempt: [])
 
 
 # The stream.
@@ -450,7 +449,7 @@ def cached_before_computed(patch: pytest.MonkeyPatch) -> None:
 
     def early(self: Any, action: Any) -> None:
         submit(self, action)
-        self._holder.computed(action.sequence, action.attempt, len(action.sequence.token_ids))
+        self.note_written(action.sequence, action.attempt, len(action.sequence.token_ids))
 
     patch.setattr(EngineFeed, "submit", early)
 
@@ -629,21 +628,21 @@ def a_deaf_client(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a lease's end is in no trace")
 def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.observe.transfers import HolderSpans
+    from services.holder.observe.transfers import HolderSpans
 
     patch.setattr(HolderSpans, "lease_ended", lambda self, lease: None)
 
 
 @bug("a holder does not tell its reader what its end of a transfer is called")
 def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
-    start = KVHolder.serve_reads
+    start = LentBlocks.serve_reads
 
-    def nameless(self: KVHolder[Any], *given: Any) -> None:
+    def nameless(self: LentBlocks[Any], *given: Any) -> None:
         self.telemetry = copy.copy(self.telemetry)
         self.telemetry.child_of = lambda _: ""  # type: ignore[method-assign]
         start(self, *given)
 
-    patch.setattr(KVHolder, "serve_reads", nameless)
+    patch.setattr(LentBlocks, "serve_reads", nameless)
 
 
 @bug("a dispatch ends with the reply and not with the worker's acceptance")
@@ -673,7 +672,7 @@ def step_is_linked_to_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tokens that were read count as computed as well")
 def read_tokens_count_twice(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.core.content import PromptKV
+    from services.holder.core.content import PromptKV
 
     report = PromptKV.report
 
@@ -686,15 +685,13 @@ def read_tokens_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a request that is cancelled is forgotten before its blocks are given back", "disconnect")
 def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    from services.decode.core import DecodeCore
-
-    forget = DecodeCore._forget  # pyright: ignore[reportPrivateUsage]
+    forget = Attempts.forget_attempt
 
     def keeps(self: Any, attempt: Any, now_ms: int) -> Any:
-        attempt.tables = () if attempt.has_ended else attempt.tables
+        attempt.tables = () if attempt.has_ended and attempt.upstream is not None else attempt.tables
         return forget(self, attempt, now_ms)
 
-    patch.setattr(DecodeCore, "_forget", keeps)
+    patch.setattr(Attempts, "forget_attempt", keeps)
 
 
 # What an answer must be.
@@ -752,72 +749,92 @@ def no_mask_on_token_0(patch: pytest.MonkeyPatch) -> None:
     "stall",
 )
 def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
-    from services.decode.core import DecodeCore
-    from services.worker.core.actions import Withdraw
-    from services.worker.kv.reads import KVReads
+    from services.holder.core.actions import Withdraw
+    from services.holder.kv.reads import KVReads
 
-    def at_once(self: Any, attempt: Any, reason: str, now_ms: int) -> list[Any]:
+    end = Attempts.end_attempt
+
+    def at_once(self: Any, attempt: Any, reason: str, now_ms: int, **how: Any) -> list[Any]:
+        if attempt.upstream is None:
+            return end(self, attempt, reason, now_ms, **how)
         if attempt.has_ended:
             return []
-        stop = self._stop(attempt)
-        return [*([stop] if isinstance(stop, Withdraw) else []), *self._forget(attempt, now_ms)]
+        stopped = [Withdraw(attempt.key)] if attempt.stage is RunStage.COMPUTING else []
+        attempt.stage = RunStage.ENDING
+        return [*stopped, *self.forget_attempt(attempt, now_ms)]
 
-    patch.setattr(DecodeCore, "_end", at_once)
+    patch.setattr(Attempts, "end_attempt", at_once)
     patch.setattr(KVReads, "end_reads", lambda self, read: None)
 
 
-def given_times(patch: pytest.MonkeyPatch, role: type[RoleCore[Any]], times: Times) -> None:
-    """Have the cores of a role wait by other times."""
-    make = role.__init__
+def given_times(patch: pytest.MonkeyPatch, **parts: Any) -> None:
+    """Have workers' attempts wait by other times."""
+    make = Attempts.__init__
 
-    def made(self: Any, limits: WorkerLimits, *others: Any) -> None:
-        make(self, dataclasses.replace(limits, times=times), *others)
+    def made(self: Any, limits: WorkerLimits, *others: Any, **more: Any) -> None:
+        times = msgspec.structs.replace(limits.times, **parts)
+        make(self, dataclasses.replace(limits, times=times), *others, **more)
 
-    patch.setattr(role, "__init__", made)
+    patch.setattr(Attempts, "__init__", made)
+
+
+def set_rule(patch: pytest.MonkeyPatch, event: type, rule: Any) -> None:
+    """Have workers do something else with an attempt wherever an event means something to it."""
+    for rules in TABLE.values():
+        if event in rules:
+            patch.setitem(cast("dict[type, Any]", rules), event, rule)
 
 
 @bug("the reader says once that it has room; where that is lost both ends wait", "loss", within=40)
 def reserved_is_said_once(patch: pytest.MonkeyPatch) -> None:
-    given_times(patch, DecodeCore, Times(decode=DecodeTimes(reserved_again_ms=10**9)))
+    given_times(patch, decode=DecodeTimes(reserved_again_ms=10**9))
 
 
 @bug(
     "nothing but the reader's own word ends a lease, however dead it is", "kill", "loss", options=LONG_LEASES, within=40
 )
 def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
-    import services.prefill.core as prefill
+    left = attempt_rules.worker_left
 
-    patch.setattr(prefill.PrefillCore, "_worker_left", lambda self, event, now_ms: [])
-    patch.setattr(prefill.PrefillCore, "wanted_by", lambda self: {})
-    given_times(patch, prefill.PrefillCore, Times(prefill=PrefillTimes(landed_grace_ms=10**9)))
+    def unheard(attempts: Attempts, attempt: Any, event: Any, now_ms: int) -> list[Any]:
+        return left(attempts, attempt, event, now_ms) if attempt.upstream is not None else []
+
+    def of_decoders(self: Attempts) -> dict[Any, Any]:
+        received = [each for each in self.records.values() if each.upstream is not None and not each.has_ended]
+        return {each.key: each.request.gateway_id for each in received}
+
+    set_rule(patch, WorkerLeft, unheard)
+    patch.setattr(Attempts, "wanted_by", of_decoders)
+    given_times(patch, prefill=PrefillTimes(landed_grace_ms=10**9))
 
 
 @bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)
 def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.kv.reads import KVReads
+    from services.holder.kv.reads import KVReads
 
     patch.setattr(KVReads, "_give_back", lambda self, holder, request, granted: None)
 
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
 def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.report import WorkerReporter
+    from services.holder.holder import Holder
+    from services.worker.report import WorkerLoads
     from services.worker.shell import Worker
 
-    on_ping, load = Worker._on_ping, WorkerReporter.current_load  # pyright: ignore[reportPrivateUsage]
+    on_ping, load = Holder._on_ping, WorkerLoads.load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
-        while any(role.attempts for role in self.cores.roles):
+        while isinstance(self._owner, Worker) and self._owner.core.records:
             await asyncio.sleep(0.01)
         return await on_ping(self, received)
 
-    def load_when_idle(self: Any, now_ms: int) -> Any:
-        if any(role.attempts for role in self.cores.roles):
+    def load_when_idle(self: Any, reporter: Any, now_ms: int) -> Any:
+        if self.core.records:
             raise RuntimeError("later")
-        return load(self, now_ms)
+        return load(self, reporter, now_ms)
 
-    patch.setattr(Worker, "_on_ping", when_idle)
-    patch.setattr(WorkerReporter, "current_load", load_when_idle)
+    patch.setattr(Holder, "_on_ping", when_idle)
+    patch.setattr(WorkerLoads, "load", load_when_idle)
 
 
 @bug(
@@ -827,9 +844,9 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
     within=30,
 )
 def fenced_worker_never_comes_back(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.shell import Worker
+    from services.holder.holder import Holder
 
-    patch.setattr(Worker, "_fence", lambda self, *arguments, **named: None)
+    patch.setattr(Holder, "_fence", lambda self, *arguments, **named: None)
 
 
 @bug("what the client has had is computed again and handed on again", "kill", "pause", "drain")
@@ -847,15 +864,13 @@ def resumed_answer_repeats_itself(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the first token after a hand-over is taken for the second")
 def first_token_twice(patch: pytest.MonkeyPatch) -> None:
-    from services.decode.core import DecodeCore
+    submit = Attempts.submit
 
-    submit = DecodeCore._submit  # pyright: ignore[reportPrivateUsage]
-
-    def shifted(self: Any, attempt: Any, token_ids: list[int], **rest: Any) -> Any:
+    def shifted(self: Any, attempt: Any, token_ids: list[int]) -> Any:
         first = token_ids[len(attempt.prompt) :]
-        return submit(self, attempt, [*token_ids, *first], **rest)
+        return submit(self, attempt, [*token_ids, *first])
 
-    patch.setattr(DecodeCore, "_submit", shifted)
+    patch.setattr(Attempts, "submit", shifted)
 
 
 # Waiting for what another request fills.
@@ -863,8 +878,8 @@ def first_token_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Take the bound of a wait away: what is left is whether it ends by itself."""
-    patch.setattr(role, "TWIN_WAIT_SHARE", 1)
-    given_times(patch, DecodeCore, Times(decode=DecodeTimes(twin_lands_within_ms=10**9)))
+    patch.setattr(attempts_module, "TWIN_WAIT_SHARE", 1)
+    given_times(patch, decode=DecodeTimes(twin_lands_within_ms=10**9))
 
 
 @bug("who waits for another's blocks does not hear that it has ended without them", "disconnect", options=BURSTS)
@@ -880,8 +895,7 @@ def waits_for_who_waits(patch: pytest.MonkeyPatch) -> None:
     def all_others(self: Twins, attempt: Any) -> list[Any]:
         return [
             other
-            for attempts in self._roles  # pyright: ignore[reportPrivateUsage]
-            for other in attempts.values()
+            for other in self.attempts.values()
             if other.hasher.hashes[:1] == attempt.hasher.hashes[:1] and other is not attempt
         ]
 
@@ -895,14 +909,14 @@ def waits_for_who_waits(patch: pytest.MonkeyPatch) -> None:
 
 @bug("blocks that were waited for count as there, whether they are or not", "disconnect", options=BURSTS)
 def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
-    allocate = RoleCore._allocate  # pyright: ignore[reportPrivateUsage]
+    allocate = Attempts.allocate
     patch.setattr(Twins, "fills", lambda self, twin: False)
 
     def believe(self: Any, attempt: Any, **terms: Any) -> bool:
         twin = self._twins.find_any(attempt)
         has_room = allocate(self, attempt, **terms)
         if has_room and twin is not None and attempt.kv is not None:
-            num_tokens = min(twin.end_block * self._limits.block_size, len(attempt.prompt) - 1)
+            num_tokens = min(twin.end_block * self.limits.block_size, len(attempt.prompt) - 1)
             attempt.kv.num_cached_tokens = attempt.kv.num_present_tokens = num_tokens
         return has_room
 
@@ -912,7 +926,7 @@ def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
             return self.find(attempt)
 
     patch.setattr(Twins, "find_any", find_any, raising=False)
-    patch.setattr(RoleCore, "_allocate", believe)
+    patch.setattr(Attempts, "allocate", believe)
 
 
 # Workers that leave.
@@ -920,20 +934,18 @@ def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
 
 @bug("an answer that moves gives its blocks back while the engine still writes them", options=DRAINED)
 def moved_before_the_engine_lets_go(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.core.role import RoleCore
-
     def at_once(self: Any, attempt: Any, detail: str, now_ms: int) -> Any:
-        return [self._give_away(attempt, detail, now_ms), *self._forget(attempt, now_ms)]
+        return [self.give_away(attempt, detail, now_ms), *self.forget_attempt(attempt, now_ms)]
 
-    patch.setattr(RoleCore, "_move", at_once)
+    patch.setattr(Attempts, "move", at_once)
 
 
 @bug("a prompt that moves leaves the lease of its hand-over open", options=DRAINED)
 def moved_prompt_leaves_its_lease(patch: pytest.MonkeyPatch) -> None:
-    from services.prefill import core
+    from services.prefill import hand_over
 
-    patch.setattr(core, "FINISHED_TOKENS", 0)
-    patch.setattr(core.PrefillCore, "_engine_lost", lambda self, attempt: [])
+    patch.setattr(hand_over, "FINISHED_TOKENS", 0)
+    patch.setattr(attempt_rules, "_dropped_by_engine", lambda attempts, attempt: [])
 
 
 @bug("the token that an answer moves with is counted among those whose KV is in place", options=DRAINED)

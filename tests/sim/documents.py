@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from services.holder.core.actions import Submit
 from services.sim.verdict import expected
 from services.sim.world import simulate
-from services.worker.core.actions import Submit
 from services.worker.engine_feed import EngineFeed
 from tests.sim.bugs import RESUMED
 

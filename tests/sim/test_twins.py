@@ -88,7 +88,7 @@ def test_a_burst_is_computed_once_and_sent_once_to_each_decode_worker(num_choice
 
 def test_without_waiting_it_is_computed_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the tests above say nothing."""
-    from services.worker.core.twins import Twins
+    from services.holder.core.twins import Twins
 
     monkeypatch.setattr(Twins, "find", lambda self, attempt: None)
     _, spans = burst()

@@ -42,13 +42,13 @@ from schemas.worker import (
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig
+from services.holder.core.leases import Grant, LeaseTable
+from services.holder.kv.peers import Peers
 from services.runtime import now_ms
 from services.store.load import OpenTier, StoreParts, make_parts
 from services.store.service import run_store
 from services.telemetry import Telemetry
 from services.times import Times, WorkerTimes
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.kv.peers import Peers
 from tests.credentials import CREDENTIALS, SECRET, SEED, GatewayBus
 from tests.plane.harness import CardMemory, HostMemory
 from tests.promises import PromiseBrokenError

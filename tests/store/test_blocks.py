@@ -12,16 +12,16 @@ from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import RefusalReason, Refused
 from schemas.worker import WorkerLeft
+from services.holder.core.actions import Action, CloseLease
+from services.holder.core.events import Fenced, StreamEnded, StreamStarted
+from services.holder.core.leases import Grant, LeaseTable
+from services.holder.core.lending import LendCore
+from services.holder.kv import ledger as ledger_module
+from services.holder.kv.ledger import BlockLedger
+from services.holder.limits import MAX_LENT_LEASES
 from services.store.blocks import StoreLimits, StoreMemory, WriteBatch
 from services.store.tiers import key_of
 from services.times import Times
-from services.worker.core.actions import Action, CloseLease
-from services.worker.core.events import Fenced, StreamEnded, StreamStarted
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.core.lending import LendCore
-from services.worker.kv import ledger as ledger_module
-from services.worker.kv.ledger import BlockLedger
-from services.worker.limits import MAX_LENT_LEASES
 from tests.share import examples
 from tests.store.rig import LAYOUT, contents_at, hash_of, hashes_of, key_at, keys_at
 from tests.worker import worker_cases as case

@@ -42,7 +42,7 @@ WRITES_FOR_ALL = {
 """Everything else that a service writes is its owner's alone: `services/files.py` makes it."""
 CATCH_ASSERTIONS = {
     "dataplane/lasting.py": "it ends the process by it, instead of trying again",
-    "services/worker/observe/journal.py": "it says what led to it, and raises it again",
+    "services/holder/observe/journal.py": "it says what led to it, and raises it again",
     "services/sim/world.py": "the simulator reports every assertion of the code under test as a problem",
 }
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from services.metric_names import METRICS
+from tests.pages.tables import shown_name
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 DASHBOARDS = COMPOSE / "grafana" / "dashboards"
@@ -18,7 +19,7 @@ PAGES = ("glance", "kv", "ttft", "worker")
 FOREIGN = {"up", "ALERTS", "process_start_time_seconds", "process_cpu_seconds_total", "process_resident_memory_bytes"}
 """Prometheus' own, and those of the client library."""
 SHOWN = {
-    f"{metric.shown_name}{suffix}"
+    f"{shown_name(metric)}{suffix}"
     for metric in METRICS
     for suffix in (("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",))
 }

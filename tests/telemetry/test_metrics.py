@@ -15,12 +15,12 @@ from schemas.kv import LeaseEnd, ReadEnd
 from services import metric_names as names
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
+from services.holder.core.leases import Grant, LeaseTable
+from services.holder.observe import metrics as worker_metrics
+from services.holder.observe.metrics import HolderMetrics
 from services.metrics import OTHER, MetricName, Metrics, exemplar_of, library_text
 from services.telemetry.limits import MAX_SCRAPES, MAX_SERIES
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.observe import metrics as worker_metrics
-from services.worker.observe.metrics import HolderMetrics
-from tests.pages.tables import metrics_table
+from tests.pages.tables import metrics_table, shown_name
 from tests.waiting import wait_until
 from tests.wire.examples import LOAD
 
@@ -215,4 +215,4 @@ def test_names_are_as_prometheus_wants_them() -> None:
         assert metric.name.startswith(("kvmesh_", "gen_ai_")) and not metric.name.endswith(("_total", "_count", "_sum"))
         assert bool(metric.buckets) == (metric.kind == "histogram") and list(metric.buckets) == sorted(metric.buckets)
         assert len(metric.values) in (0, len(metric.labels)) and set(metric.roles) <= set(names.ALL)
-        assert f"`{metric.shown_name}`" in metrics_table()
+        assert f"`{shown_name(metric)}`" in metrics_table()

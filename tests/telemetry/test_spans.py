@@ -18,9 +18,9 @@ from schemas.block import BlockHasher, pack_tokens
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import (
+    AttemptAccepted,
     AttemptEnd,
     FirstTokenTimes,
-    AttemptAccepted,
     RunAttempt,
     SamplingParams,
     TransferReport,
@@ -39,8 +39,14 @@ from services.gateway.request.events import PlaceGranted, Submitted, WorkerAccep
 from services.gateway.request.job import BlockKey, Job, PackedPrompt
 from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
+from services.holder.core.actions import Emit, SendReply, Submit
+from services.holder.core.attempt import Attempt
+from services.holder.core.content import AttemptKey
+from services.holder.core.events import AttemptAsked
+from services.holder.core.leases import LeaseTable
+from services.holder.limits import MAX_LINKED_STEPS
+from services.holder.observe.transfers import HolderSpans, TransferSpan, described_by
 from services.metrics import Metrics
-from services.prefill.core import PrefillAttempt, PrefillCore
 from services.presence import FailureDetector
 from services.telemetry import (
     FileExporter,
@@ -51,17 +57,13 @@ from services.telemetry import (
     Telemetry,
     parse_traceparent,
 )
+from services.telemetry import ring as ring_module
 from services.telemetry.context import is_sampled, trace_id_of
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
 from services.times import PresenceTimes
-from services.worker.core.actions import Emit, SendReply, Submit
-from services.worker.core.content import AttemptKey
-from services.worker.core.events import AttemptAsked
-from services.worker.core.leases import LeaseTable
-from services.worker.limits import MAX_LINKED_STEPS
+from services.worker.core import AttemptCore
 from services.worker.observe.spans import WorkerSpans, times_of
-from services.worker.observe.transfers import HolderSpans, TransferSpan, described_by
 from tests.gateway.test_gateway_core import placement
 from tests.telemetry.test_metrics import OPENMETRICS
 from tests.worker import worker_cases as case
@@ -70,14 +72,14 @@ ROUTE = "/v1/completions"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def attempt_of(traceparent: str) -> PrefillAttempt:
+def attempt_of(traceparent: str) -> Attempt:
     """Return an attempt that has just come."""
     request = RunAttempt(
         request_id=RequestId("req-1"), attempt=1, deadline_ms=1, gateway_id=GatewayId("g"),
         prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=100),
     )  # fmt: skip
     hasher = BlockHasher(8, model_fingerprint="f")
-    return PrefillAttempt(request, [1, 2, 3], hasher, times_of(traceparent, 0), traceparent)
+    return Attempt(request, [1, 2, 3], hasher, times_of(traceparent, 0), traceparent)
 
 
 def telemetry(ratio: float = 1.0, service: str = "worker-0") -> tuple[Telemetry, list[SpanRecord]]:
@@ -179,8 +181,10 @@ def test_what_was_not_sampled_is_exported_once_it_is_wanted_and_so_is_what_follo
     assert {span.trace_id for span in spans} == {trace_id_of(root.traceparent)}
 
 
-def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace() -> None:
-    ring, trace_ids = Ring(max_spans=4, max_kept=2), range(1, 11)
+def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "MAX_SPANS", 4)
+    monkeypatch.setattr(ring_module, "MAX_KEPT_TRACES", 2)
+    ring, trace_ids = Ring(), range(1, 11)
     for trace_id in trace_ids:
         ring.append(ReadableSpan("place", SpanContext(trace_id, 1, is_remote=False)))
     assert len(ring) == 4
@@ -218,7 +222,7 @@ def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -
     made, recorded = telemetry()
     spans, seq, attempt = WorkerSpans(made, "worker-0"), sequence(), attempt_of(f"00-{TRACE}-{SPAN}-{flags}")
 
-    def find(_: AttemptKey) -> PrefillAttempt:
+    def find(_: AttemptKey) -> Attempt:
         return attempt
 
     attempt.times.computes_prompt = attempt.times.decodes = True
@@ -248,7 +252,7 @@ AHEAD_NS = 10**18
 
 
 def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
-    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     asked = AttemptAsked(
         case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01"
     )

@@ -1,6 +1,5 @@
 """One message of every type, with every field filled: what the golden files hold."""
 
-from schemas.request import OtherEnd
 from schemas.block import hash_blocks, join_hashes, pack_tokens
 from schemas.directory import (
     AskHeat,
@@ -56,6 +55,7 @@ from schemas.request import (
     AskGrammar,
     AskProgress,
     AskWanted,
+    AttemptAccepted,
     AttemptEnd,
     AttemptFailure,
     AttemptId,
@@ -63,17 +63,15 @@ from schemas.request import (
     FirstTokenTimes,
     GrammarTold,
     KVSource,
+    OtherEnd,
     Placement,
     PlacementTerms,
     PlaceRequest,
-    AttemptAccepted,
     Progress,
     RefusalReason,
     Refused,
     RequestFailure,
     RequestTokens,
-    AttemptAccepted,
-    RunAttempt,
     Reuse,
     RunAttempt,
     SamplingParams,

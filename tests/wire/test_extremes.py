@@ -15,22 +15,21 @@ from schemas.block import BLOCK_HASH_BYTES
 from schemas.ids import RequestId
 from schemas.message import Message, UndecodableMessageError, decode, encode
 from services.config import MeshConfig, SchedulerConfig
-from services.decode.core import DecodeCore
 from services.directory.core import DirectoryCore
 from services.directory.events import BlocksChanged, PageRead, ReadPage
 from services.directory.service import _worker_heard
 from services.gateway.fleet import Fleet
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import PlaceGranted, Submitted, TokensReceived
-from services.prefill.core import PrefillCore
+from services.holder.core.attempt import AttemptTimes
+from services.holder.core.copies import CopyCore, num_spare
+from services.holder.core.events import AttemptAsked, CopyOffered, LeaseAsked
+from services.holder.core.leases import LeaseTable
+from services.holder.core.lending import LendCore
 from services.presence import FailureDetector
 from services.scheduler.core import SchedulerCore
 from services.times import DirectoryTimes, PresenceTimes
-from services.worker.core.attempts import AttemptTimes
-from services.worker.core.copies import CopyCore, num_spare
-from services.worker.core.events import AttemptAsked, CopyOffered, LeaseAsked
-from services.worker.core.leases import LeaseTable
-from services.worker.core.lending import LendCore
+from services.worker.core import AttemptCore
 from tests.share import examples
 from tests.store.test_blocks import make_memory
 from tests.worker import worker_cases as case
@@ -150,10 +149,9 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
     limits = case.limits(case.DECODE)
     lending = LendCore(limits, cache, leases)
     copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=2)
-    cores = [PrefillCore(limits, cache, leases), DecodeCore(limits, cache, leases), copies, lending]
-    for core in cores[:2]:  # one attempt that is as it should be
-        case.decide(core, AttemptAsked(case.run_prefill(), AttemptTimes()), NOW)
-        case.decide(core, AttemptAsked(case.reserve(), AttemptTimes()), NOW)
+    cores = [AttemptCore(limits, cache, leases), copies, lending]
+    for request_ in (case.run_prefill(1), case.reserve(2)):  # two attempts that are as they should be
+        case.decide(cores[0], AttemptAsked(request_, AttemptTimes()), NOW)
     for message in heard:
         is_asked = isinstance(message, request.RunAttempt)
         for core in cores:
@@ -162,7 +160,7 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
         if isinstance(message, kv.RequestLease):
             case.decide(lending, LeaseAsked(message), NOW)
         else:
-            case.decide(cores[2], CopyOffered(message), NOW)
+            case.decide(copies, CopyOffered(message), NOW)
     for core in cores:
         case.tick(core, NOW)
         case.tick(core, 2**60)

@@ -24,14 +24,18 @@ from schemas.worker import WorkerDraining
 from services.bus.limits import MIN_PAYLOAD_BYTES
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
-from services.prefill.core import PrefillCore
+from services.holder import outbox as outbox_module
+from services.holder.core.actions import Submit
+from services.holder.core.attempt import SentAnswer
+from services.holder.core.attempts import PastAttempts
+from services.holder.core.content import AttemptKey
+from services.holder.core.leases import LeaseTable
+from services.holder.kv.blocks import num_distinct_blocks
+from services.holder.outbox import Outbox
 from services.presence import BusConnected
 from services.times import Times
-from services.worker.core.actions import Submit
-from services.worker.core.attempts import PastAttempts, SentAnswer
-from services.worker.core.content import AttemptKey
-from services.worker.core.leases import LeaseTable
-from services.worker.core.wanted import (
+from services.worker.core import AttemptCore
+from services.worker.wanted import (
     AskGateway,
     GatewayAnswered,
     GatewayUnanswered,
@@ -39,8 +43,6 @@ from services.worker.core.wanted import (
     WantedCore,
     WantedEvent,
 )
-from services.worker.kv.holder import num_distinct_blocks
-from services.worker.outbox import Outbox
 from tests.worker import worker_cases as case
 
 RETAIN_ANSWER_MS = Times().worker.retain_answer_ms
@@ -82,7 +84,7 @@ def test_a_failure_after_tokens_is_told_with_them() -> None:
 
 
 def test_words_are_kept_while_the_attempt_goes_on_and_a_while_after() -> None:
-    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     _, actions = case.ask(core, case.run_prefill(split=False))
     sequence, key = case.one(actions, Submit).sequence, (RequestId("r1"), 1)
     case.decide(core, case.sampled(sequence, 0), 1)
@@ -91,7 +93,7 @@ def test_words_are_kept_while_the_attempt_goes_on_and_a_while_after() -> None:
     assert going_on is not None and going_on.since(key, 0) is not None
     case.decide(core, case.sampled(sequence, 1, finish="stop", local_end=True), 50_000)
     case.tick(core, 50_000 + RETAIN_ANSWER_MS - 1)
-    assert core.answer_of(key) is going_on and key not in core.attempts
+    assert core.answer_of(key) is going_on and key not in core.records
     case.tick(core, 50_000 + RETAIN_ANSWER_MS)
     assert core.answer_of(key) is None and key in core.past
 
@@ -214,10 +216,11 @@ def cancel(number: int) -> CancelRequest:
     return CancelRequest(request_id=RequestId(f"r{number}"), attempt=1, deadline_ms=1, reason="")
 
 
-async def test_what_repairs_itself_makes_room_for_what_does_not() -> None:
+async def test_what_repairs_itself_makes_room_for_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_UNSENT", 3)
     connection = MemoryBus()
     bus, me = TypedBus(connection, "w"), WorkerId("w")
-    outbox = Outbox(bus, me, max_unsent=3)
+    outbox = Outbox(bus, me)
     subscription = await connection.subscribe("mesh.v1.>")
     outbox.put(subjects.CANCEL, ("r0",), cancel(0))
     for index in range(3):

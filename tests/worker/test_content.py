@@ -10,10 +10,10 @@ from schemas.block import BlockHasher, hash_blocks
 from schemas.ids import RequestId, WorkerId
 from schemas.request import KVSource, SamplingParams
 from services.engine.interface import Sequence, StepResult
-from services.worker.core.content import PromptKV, ReadOutcome
-from services.worker.kv.wire_dtype import WireChoice, compresses
-from services.worker.limits import STALE_RATE_MS
+from services.holder.core.content import PromptKV, ReadOutcome
+from services.holder.limits import STALE_RATE_MS
 from services.worker.observe.measured_rates import MeasuredRates
+from services.worker.wire_dtype import WireChoice, compresses
 
 ME, A = WorkerId("me"), WorkerId("a")
 

@@ -13,16 +13,14 @@ from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks
 from schemas.request import RefusalReason
 from schemas.worker import LeftReason, WorkerLeft
-from services.prefill.core import PrefillCore
-from services.times import Times
-from services.worker.core.actions import Action, NotTaken, Publish, StartRead, StopRead, Submit
-from services.worker.core.attempts import KVRead, WantedLease
-from services.worker.core.content import AttemptKey, ReadOutcome
-from services.worker.core.copies import CopyCore, num_spare
-from services.worker.core.events import CopyOffered, DrainBegun, Fenced, ReadEnded, SequenceFailed, SequenceRemoved
-from services.worker.core.leases import LeaseTable
-from services.worker.core.replica_offer import ReplicaOffer
-from services.worker.limits import (
+from services.holder.core.actions import Action, NotTaken, Publish, StartRead, StopRead, Submit
+from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.content import AttemptKey, ReadOutcome
+from services.holder.core.copies import CopyCore, num_spare
+from services.holder.core.events import CopyOffered, DrainBegun, Fenced, ReadEnded, SequenceFailed, SequenceRemoved
+from services.holder.core.leases import LeaseTable
+from services.holder.core.replica_offer import ReplicaOffer
+from services.holder.limits import (
     MAX_COPY_BLOCKS,
     MAX_COPY_READS,
     MAX_COPY_REFUSALS,
@@ -30,6 +28,8 @@ from services.worker.limits import (
     MAX_OFFERED_BLOCKS,
     MESSAGE_BLOCKS,
 )
+from services.times import Times
+from services.worker.core import AttemptCore
 from tests.worker import worker_cases as case
 
 OFFER_INTERVAL_MS = Times().worker.offer_interval_ms
@@ -145,9 +145,9 @@ def test_a_long_prompt_goes_out_in_several_messages() -> None:
     assert offered_blocks(offers.due(MESSAGE_BLOCKS + 5, 0)) == [(0, MESSAGE_BLOCKS), (MESSAGE_BLOCKS, 5)]
 
 
-def prefilling(replica: WorkerId | None, cache: BlockCache | None = None) -> tuple[PrefillCore, Submit]:
+def prefilling(replica: WorkerId | None, cache: BlockCache | None = None) -> tuple[AttemptCore, Submit]:
     """Return a core that computes a prompt, alone, of a request that names this replica."""
-    core = PrefillCore(case.limits(case.PREFILL), cache or case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.PREFILL), cache or case.block_cache(), LeaseTable())
     request = msgspec.structs.replace(case.run_prefill(split=False), replica=replica)
     _, actions = case.ask(core, request)
     return core, case.one(actions, Submit)

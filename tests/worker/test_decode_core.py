@@ -9,20 +9,19 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffM
 from schemas.kv import ReadEnd
 from schemas.request import (
     MAX_GRAMMAR_CHARACTERS,
+    AttemptAccepted,
     AttemptEnd,
     AttemptFailure,
     RefusalReason,
     Refused,
-    AttemptAccepted,
 )
 from schemas.worker import LeftReason, WorkerLeft
-from services.decode.core import DecodeCore
-from services.prefill.core import PrefillCore
-from services.worker.core.actions import Action, Emit, Publish, StartRead, StopRead, Submit, Withdraw
-from services.worker.core.attempts import KVRead
-from services.worker.core.content import ReadOutcome
-from services.worker.core.events import DrainBegun, Event, ReadEnded, ReadStarted, SequenceFailed, SequenceRemoved
-from services.worker.core.leases import LeaseTable
+from services.holder.core.actions import Action, Emit, Publish, StartRead, StopRead, Submit, Withdraw
+from services.holder.core.attempt import KVRead
+from services.holder.core.content import ReadOutcome
+from services.holder.core.events import DrainBegun, Event, ReadEnded, ReadStarted, SequenceFailed, SequenceRemoved
+from services.holder.core.leases import LeaseTable
+from services.worker.core import AttemptCore
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one, published
 
@@ -34,7 +33,7 @@ class Bench:
 
     def __init__(self, *, num_blocks: int = 8, max_queued: int = 4, whole_blocks: bool = False) -> None:
         self.cache = case.block_cache(num_blocks, whole_blocks=whole_blocks)
-        self.core = DecodeCore(
+        self.core = AttemptCore(
             case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.cache, LeaseTable()
         )
 
@@ -48,7 +47,7 @@ class Bench:
     @property
     def read(self) -> KVRead:
         """The read under way of the one attempt."""
-        (attempt,) = self.core.attempts.values()
+        (attempt,) = self.core.records.values()
         assert attempt.read is not None
         return attempt.read
 
@@ -68,7 +67,7 @@ class Bench:
 
     def assert_empty(self) -> None:
         case.check_blocks(self.cache, None, self.core)
-        assert (self.cache.num_free, len(self.core.attempts), self.core.num_queued) == (self.cache.num_blocks, 0, 0)
+        assert (self.cache.num_free, len(self.core.records), self.core.num_queued) == (self.cache.num_blocks, 0, 0)
 
 
 def test_a_hand_over_from_reservation_to_the_last_token() -> None:
@@ -292,7 +291,7 @@ def test_a_repeated_reservation_is_answered_again() -> None:
     first, _ = case.ask(bench.core, case.reserve(), 0)
     again, actions = case.ask(bench.core, case.reserve(), 1)
     assert again == first and actions == []
-    assert len(bench.core.attempts) == 1
+    assert len(bench.core.records) == 1
 
 
 def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_there_are_some() -> None:
@@ -322,7 +321,7 @@ def test_one_hand_over_belongs_to_one_attempt() -> None:
     stolen = msgspec.structs.replace(case.reserve(2), upstream=case.reserve(1).upstream)
     reply, actions = case.ask(bench.core, stolen, 0)
     assert isinstance(reply, Refused) and reply.reason == RefusalReason.INVALID and actions == []
-    assert len(bench.core.attempts) == 1
+    assert len(bench.core.records) == 1
 
 
 def test_only_what_is_not_cached_is_read() -> None:
@@ -380,7 +379,7 @@ def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
 
 def test_a_reservation_gets_the_blocks_that_the_other_core_gives_back() -> None:
     bench, leases = Bench(), LeaseTable()
-    alone = PrefillCore(case.limits(case.DECODE), bench.cache, leases)
+    alone = AttemptCore(case.limits(case.DECODE), bench.cache, leases)
     _, actions = case.ask(alone, case.run_prefill(1, num_tokens=20, split=False))
     assert isinstance(case.ask(bench.core, case.reserve(2, num_tokens=20), 0)[0], AttemptAccepted)
     end = case.sampled(one(actions, Submit).sequence, 0, finish="stop", local_end=True)
@@ -396,12 +395,12 @@ def test_a_draining_worker_computes_what_it_cannot_read() -> None:
 
 
 def test_without_its_source_a_prompt_whose_logarithms_are_wanted_needs_another_attempt() -> None:
-    core = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     case.ask(core, case.with_sampling(case.reserve(), prompt_logprobs=2))
     actions = case.decide(core, case.aborted(), 1)
     failure = case.one(actions, Emit).tokens.failure
     assert failure is not None and failure.code is AttemptFailure.TRANSFER_FAILED and failure.retryable
-    assert not core.attempts
+    assert not core.records
 
 
 @pytest.mark.parametrize(
@@ -420,6 +419,6 @@ def test_without_its_source_a_prompt_whose_logarithms_are_wanted_needs_another_a
     ],
 )
 def test_sampling_that_would_fail_everybodys_step_is_refused(sampling: dict[str, object]) -> None:
-    core = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     reply, actions = case.ask(core, case.with_sampling(case.reserve(), **sampling))
     assert isinstance(reply, Refused) and reply.reason is RefusalReason.INVALID and not actions

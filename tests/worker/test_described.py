@@ -6,28 +6,27 @@ from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
 from schemas.ids import LeaseId, RequestId
 from schemas.observe import HeldRequest, RunStage
-from services.decode.core import DecodeCore
-from services.prefill.core import PrefillCore
-from services.worker import report
-from services.worker.core.leases import LeaseTable
-from services.worker.report import describe
+from services.holder import report
+from services.holder.core.leases import LeaseTable
+from services.holder.report import describe
+from services.worker.core import AttemptCore
 from tests.wire.examples import LOAD
 from tests.worker import worker_cases as case
 
 NOW = 1_000
 
 
-def held_by(core: PrefillCore | DecodeCore, now_ms: int = NOW) -> list[HeldRequest]:
-    return [attempt.held(now_ms) for attempt in core.attempts.values()]
+def held_by(core: AttemptCore, now_ms: int = NOW) -> list[HeldRequest]:
+    return [attempt.held(now_ms) for attempt in core.records.values()]
 
 
-def stages(core: PrefillCore | DecodeCore, now_ms: int = NOW) -> list[tuple[str, RunStage, int, str]]:
+def stages(core: AttemptCore, now_ms: int = NOW) -> list[tuple[str, RunStage, int, str]]:
     return [(held.request_id, held.stage, held.age_ms, held.reading_from) for held in held_by(core, now_ms)]
 
 
 def test_a_prefill_workers_requests_by_stage() -> None:
     cache, leases = case.block_cache(2), LeaseTable()
-    core = PrefillCore(case.limits(case.PREFILL, num_blocks=2), cache, leases)
+    core = AttemptCore(case.limits(case.PREFILL, num_blocks=2), cache, leases)
     case.hear(core, case.reserved(1), 100)
     case.ask(core, case.run_prefill(1), 100)
     case.ask(core, case.run_prefill(2, first=50), 300)
@@ -38,7 +37,7 @@ def test_a_prefill_workers_requests_by_stage() -> None:
 
 
 def test_a_decode_workers_requests_by_stage() -> None:
-    core = DecodeCore(case.limits(case.DECODE, num_blocks=3), case.block_cache(3), LeaseTable())
+    core = AttemptCore(case.limits(case.DECODE, num_blocks=3), case.block_cache(3), LeaseTable())
     case.ask(core, case.reserve(1), 100)
     case.ask(core, case.reserve(2, first=50), 300)
     assert stages(core) == [("r1", "reserved", 900, ""), ("r2", "queued", 700, "")]

@@ -6,8 +6,8 @@ import pytest
 from schemas.handoff import HandoffAborted
 from schemas.ids import RequestId
 from schemas.request import RefusalReason, Refused, RequestFailure
-from services.worker.core.actions import Action, CloseLease, StopRead, Submit, Withdraw
-from services.worker.core.events import DrainBegun, EngineBack, EngineDied, SequenceRemoved
+from services.holder.core.actions import Action, CloseLease, StopRead, Submit, Withdraw
+from services.holder.core.events import DrainBegun, EngineBack, EngineDied, SequenceRemoved
 from tests.worker import worker_cases as case
 from tests.worker.test_moves import alone, stored
 from tests.worker.test_worker_survival import Bench, failures
@@ -33,7 +33,7 @@ def test_an_answer_says_what_is_left_of_it_and_whether_it_was_being_computed(in_
     stored(bench, 2)
     (failure,) = said(bench.checked(case.hear(bench.prefill, died(1, in_step=in_step), 5)))
     assert (failure.held_blocks, failure.in_step) == (2, bool(in_step))
-    assert not bench.prefill.attempts and bench.leases.num_expected == 1, "somebody is expected to read it"
+    assert not bench.prefill.records and bench.leases.num_expected == 1, "somebody is expected to read it"
     assert bench.cache.num_free + bench.cache.num_cached == bench.cache.num_blocks
     assert bench.cache.num_cached == 2, "what was stored stays; what the step wrote is nobody's"
 
@@ -93,7 +93,7 @@ def test_what_waits_for_room_or_reads_goes_on_elsewhere_too() -> None:
     actions = bench.checked(case.hear(bench.decode, died(), 5))
     assert len(said(actions)) == 2
     assert one(actions, StopRead).read is read, "its blocks are its own until it writes no more"
-    assert [attempt.request.request_id for attempt in bench.decode.attempts.values()] == ["r1"]
+    assert [attempt.request.request_id for attempt in bench.decode.records.values()] == ["r1"]
 
 
 def test_a_worker_without_an_engine_refuses_by_a_reason_of_its_own() -> None:

@@ -6,28 +6,28 @@ from typing import Any, cast
 import pytest
 
 from services.engine.interface import EngineCallbacks, SampledToken, StepResult
-from services.prefill.core import PrefillCore
-from services.worker.core.actions import Action, Emit, Submit
-from services.worker.core.leases import LeaseTable
+from services.holder.core.actions import Action, Emit, Submit
+from services.holder.core.leases import LeaseTable
+from services.worker.core import AttemptCore
 from services.worker.engine_feed import EngineFeed
 from tests.worker import worker_cases as case
 
 
 def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> None:
     cache = case.block_cache(16)
-    core = PrefillCore(case.limits(case.PREFILL, num_blocks=16), cache, LeaseTable())
+    core = AttemptCore(case.limits(case.PREFILL, num_blocks=16), cache, LeaseTable())
     known, lost = (
         case.one(case.run(core, case.run_prefill(number, first=9 * number, split=False)), Submit) for number in (1, 2)
     )
-    del core.attempts[lost.attempt.key]
+    del core.records[lost.attempt.key]
     callbacks: list[EngineCallbacks] = []
     actions: list[Action] = []
     EngineFeed(
         parts=cast("Any", SimpleNamespace(
             limits=case.limits(case.PREFILL), make_engine=callbacks.append,
         )),
-        holder=cast("Any", SimpleNamespace(memory=cache)),
-        cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
+        blocks=cast("Any", SimpleNamespace(memory=cache)),
+        attempts=core,
         post=lambda handle, *arguments: handle(*arguments),
         step=lambda event: actions.extend(case.decide(core, event, 1)),
     )  # fmt: skip

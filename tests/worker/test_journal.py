@@ -5,10 +5,10 @@ import pytest
 from schemas.ids import RequestId
 from schemas.request import AttemptFailure
 from services.engine.interface import StepResult
-from services.worker.core.actions import SendReply, Withdraw
-from services.worker.core.events import AttemptAsked, AttemptUnwanted, SequenceFailed
-from services.worker.limits import MAX_STEPS_KEPT
-from services.worker.observe.journal import Journal
+from services.holder.core.actions import SendReply, Withdraw
+from services.holder.core.events import AttemptAsked, AttemptUnwanted, SequenceFailed
+from services.holder.limits import MAX_STEPS_KEPT
+from services.holder.observe.journal import Journal
 from services.worker.observe.spans import times_of
 from tests.worker import worker_cases as case
 

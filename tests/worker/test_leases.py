@@ -6,9 +6,10 @@ from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.blocks.ticket import Ticket
 from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
-from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.ids import LeaseId, RequestId, WorkerId, new_nonce
 from schemas.kv import LeaseEnd
-from services.worker.core.leases import NEVER, Grant, LeaseTable
+from services.holder.core import leases as leases_module
+from services.holder.core.leases import NEVER, Grant, LeaseTable
 
 HOLDER, READER = WorkerId("p"), WorkerId("d")
 LEASE = LeaseId("lease-1")
@@ -33,8 +34,9 @@ def ticket(epoch: int, reader: WorkerId = READER, tenant: str = "", **changes) -
     return Ticket(lease_id=LEASE, epoch=epoch, reader=reader, tenant=tenant, **fields)
 
 
-def leases() -> LeaseTable:
-    return LeaseTable(lambda: "n")
+@pytest.fixture(autouse=True)
+def known_nonce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "new_nonce", lambda: "n")
 
 
 def refusal(table: LeaseTable, epoch: int, reader: WorkerId = READER, now_ms: int = 0, tenant: str = "") -> str:
@@ -45,7 +47,7 @@ def refusal(table: LeaseTable, epoch: int, reader: WorkerId = READER, now_ms: in
 
 
 def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
-    table = leases()
+    table = LeaseTable()
     assert refusal(table, 1) == "unknown"
     lease = grant(table)
     assert table.lease_of(ticket(lease.epoch), "i", 99) is lease
@@ -57,7 +59,7 @@ def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
 
 
 def test_every_grant_has_an_epoch_of_its_own() -> None:
-    table = leases()
+    table = LeaseTable()
     first = grant(table)
     table.end(LEASE, LeaseEnd.LANDED)
     second = grant(table)
@@ -67,14 +69,14 @@ def test_every_grant_has_an_epoch_of_its_own() -> None:
 
 
 def test_active_lease_is_not_granted_again() -> None:
-    table = leases()
+    table = LeaseTable()
     grant(table)
     with pytest.raises(AssertionError):
         grant(table)
 
 
 def test_end_is_for_one_caller_only() -> None:
-    table = leases()
+    table = LeaseTable()
     lease = grant(table)
     assert (lease.end, lease.outcome) == (None, "")
     assert table.end(LEASE, LeaseEnd.LANDED) is lease
@@ -87,7 +89,7 @@ def test_end_is_for_one_caller_only() -> None:
 
 
 def test_expire_ends_what_is_over_in_order() -> None:
-    table = leases()
+    table = LeaseTable()
     for name, at in [("c", 30), ("a", 10), ("b", 20)]:
         grant(table, LeaseId(name), at)
     assert [lease.lease_id for lease in table.expire(20)] == ["a", "b"]
@@ -97,7 +99,7 @@ def test_expire_ends_what_is_over_in_order() -> None:
 
 
 def test_renew_never_shortens_and_revives_nothing() -> None:
-    table = leases()
+    table = LeaseTable()
     lease = grant(table)
     table.renew(lease, 50, 10)
     assert lease.expires_at_ms == 100
@@ -110,7 +112,7 @@ def test_renew_never_shortens_and_revives_nothing() -> None:
 
 
 def test_a_stream_that_makes_progress_counts_once() -> None:
-    table = leases()
+    table = LeaseTable()
     lease = grant(table)
     assert table.take_moved() == []
     lease.has_moved = True
@@ -119,7 +121,7 @@ def test_a_stream_that_makes_progress_counts_once() -> None:
 
 
 def test_blocks_under_two_leases_count_once() -> None:
-    table = leases()
+    table = LeaseTable()
     grant(table, LeaseId("a"), 100, Segment(0, 4), Segment(10, 2))
     grant(table, LeaseId("b"), 100, Segment(2, 4), Segment(10, 1), Segment(20, 1))
     assert table.num_leased_blocks == 6 + 2 + 1
@@ -130,7 +132,7 @@ def test_blocks_under_two_leases_count_once() -> None:
 
 
 def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
-    table = leases()
+    table = LeaseTable()
     ring = BlockTable((Segment(3, 2), Segment(3, 2), Segment(3, 1)), first_block=4)
     lease = table.grant(
         lease_id=LEASE,
@@ -150,7 +152,7 @@ def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
 
 
 def test_a_lease_is_read_for_its_tenant() -> None:
-    table = leases()
+    table = LeaseTable()
     lease = table.grant(
         lease_id=LEASE,
         holder=HOLDER,
@@ -173,15 +175,16 @@ def test_a_lease_is_read_for_its_tenant() -> None:
     [("holder", "other"), ("incarnation", "a life before"), ("nonce", "another"), ("expires_at_ms", NEVER - 1)],
 )
 def test_a_ticket_is_compared_whole(field: str, value: object) -> None:
-    table = leases()
+    table = LeaseTable()
     lease = grant(table)
     with pytest.raises(LeaseRefusedError) as raised:
         table.lease_of(ticket(lease.epoch, **{field: value}), "i", 0)
     assert raised.value.reason == field
 
 
-def test_what_a_former_life_has_signed_opens_nothing() -> None:
+def test_what_a_former_life_has_signed_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ids and the epochs begin again; the nonce does not, and each life has a name of its own."""
+    monkeypatch.setattr(leases_module, "new_nonce", new_nonce)
     before, after = LeaseTable(), LeaseTable()
     old, new = grant(before), grant(after)
     assert (old.lease_id, old.epoch) == (new.lease_id, new.epoch)

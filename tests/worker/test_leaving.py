@@ -11,13 +11,13 @@ from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad, WorkerRole
-from services.worker.core.actions import StartRead
-from services.worker.core.attempts import WantedLease
-from services.worker.core.content import ReadOutcome
-from services.worker.core.copies import CopyCore, num_spare
-from services.worker.core.events import CopyOffered, ReadEnded
-from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
-from services.worker.limits import MESSAGE_BLOCKS
+from services.holder.core.actions import StartRead
+from services.holder.core.attempt import WantedLease
+from services.holder.core.content import ReadOutcome
+from services.holder.core.copies import CopyCore, num_spare
+from services.holder.core.events import CopyOffered, ReadEnded
+from services.holder.limits import MESSAGE_BLOCKS
+from services.worker.leaving import LeftBehind, hottest_first, left_behind
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one
 

@@ -6,8 +6,8 @@ from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import WorkerId
 from schemas.message import encode
 from services.bus.limits import MIN_PAYLOAD_BYTES
-from services.worker.kv.ledger import BlockLedger
-from services.worker.limits import MESSAGE_BLOCKS
+from services.holder.kv.ledger import BlockLedger
+from services.holder.limits import MESSAGE_BLOCKS
 
 HASHES = hash_blocks(range(24), 4, model_fingerprint="f")
 

@@ -11,12 +11,12 @@ from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease, is_as_asked
 from schemas.request import RefusalReason, Refused
 from schemas.worker import LeftReason, WorkerLeft
+from services.holder.core.actions import Action, CloseLease
+from services.holder.core.events import Fenced, Stopping, StreamEnded, StreamStarted
+from services.holder.core.leases import Grant, LeaseTable
+from services.holder.core.lending import LendCore
+from services.holder.limits import MAX_LENT_LEASES, MAX_READER_LEASES, MAX_REQUEST_LEASES
 from services.times import Times
-from services.worker.core.actions import Action, CloseLease
-from services.worker.core.events import Fenced, Stopping, StreamEnded, StreamStarted
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.core.lending import LendCore
-from services.worker.limits import MAX_LENT_LEASES, MAX_READER_LEASES, MAX_REQUEST_LEASES
 from tests.worker import worker_cases as case
 
 OPEN_LEASE_WITHIN_MS = Times().worker.open_lease_within_ms

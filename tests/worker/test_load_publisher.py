@@ -6,9 +6,9 @@ import msgspec
 
 from schemas.message import Message
 from schemas.worker import WorkerBeat, WorkerLoad
+from services.holder.outbox import Outbox
+from services.holder.report import LoadPublisher
 from services.times import Times
-from services.worker.outbox import Outbox
-from services.worker.report import LoadPublisher
 from tests.scheduler.test_scheduler import info, load
 
 BEAT_INTERVAL_MS = Times().presence.beat_interval_ms

@@ -5,11 +5,11 @@ import pytest
 
 from schemas.handoff import BlocksReserved, FirstToken
 from schemas.ids import RequestId
-from schemas.request import AttemptFailure, RequestFailure, AttemptAccepted
+from schemas.request import AttemptAccepted, AttemptFailure, RequestFailure
 from services.engine.interface import Sequence
+from services.holder.core.actions import Action, Emit, Submit, Withdraw
+from services.holder.core.events import ReadEnded, SequenceRemoved
 from services.times import Times
-from services.worker.core.actions import Action, Emit, Submit, Withdraw
-from services.worker.core.events import ReadEnded, SequenceRemoved
 from tests.worker import worker_cases as case
 from tests.worker.test_worker_survival import Bench, failures
 from tests.worker.worker_cases import one, published
@@ -44,14 +44,14 @@ def wants_room(bench: Bench, number: int = 9, *, spare: int = BLOCKS) -> list[Ac
 
 
 def stored(bench: Bench, number: int, num_blocks: int) -> None:
-    attempt = bench.decode.attempts[key(number)]
+    attempt = bench.decode.records[key(number)]
     bench.cache.store(attempt.tables, attempt.hasher.hashes[:num_blocks], 0, num_blocks * 4, 0, ended=False)
     attempt.num_stored_blocks = num_blocks
 
 
 def lent(bench: Bench, number: int) -> None:
     """Whoever goes on has come for what is here."""
-    tables = bench.cache.lend(bench.decode.attempts[key(number)].hasher.hashes[:1], 0)
+    tables = bench.cache.lend(bench.decode.records[key(number)].hasher.hashes[:1], 0)
     assert tables is not None
     bench.leases.grant(
         lease_id=case.offered(number).lease_id, holder=case.DECODE, reader=case.PREFILL, request_id=key(number)[0],
@@ -79,7 +79,7 @@ def test_the_youngest_answer_moves_and_its_blocks_go_to_who_waits_once_they_are_
     lent(bench, 2)
     actions = bench.checked(case.tick(bench.decode, 70))
     assert published(actions) == [BlocksReserved]
-    assert key(2) not in bench.decode.attempts and bench.decode.attempts[key(9)].stage == "reserved"
+    assert key(2) not in bench.decode.records and bench.decode.records[key(9)].stage == "reserved"
 
 
 def test_whoever_waits_for_room_has_it_after_a_while_though_nobody_reads() -> None:

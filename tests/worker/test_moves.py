@@ -8,12 +8,12 @@ from schemas.handoff import HandoffAborted
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import RequestFailure, RequestTokens
-from services.prefill.core import FINISHED_TOKENS
+from services.holder.core.actions import Action, CloseLease, Emit, Publish, StopRead, Submit, Withdraw
+from services.holder.core.events import DrainBegun, DrainOver, SequenceRemoved
+from services.holder.core.leases import Grant
+from services.holder.core.lending import LendCore
+from services.prefill.hand_over import FINISHED_TOKENS
 from services.times import Times
-from services.worker.core.actions import Action, CloseLease, Emit, Publish, StopRead, Submit, Withdraw
-from services.worker.core.events import DrainBegun, DrainOver, SequenceRemoved
-from services.worker.core.leases import Grant
-from services.worker.core.lending import LendCore
 from tests.worker import worker_cases as case
 from tests.worker.test_worker_survival import Bench, failures
 from tests.worker.worker_cases import one, published
@@ -26,7 +26,7 @@ KEY = (RequestId("r1"), 1)
 
 def stored(bench: Bench, num_blocks: int) -> None:
     """The shell has stored so many of the first attempt's blocks under their hashes."""
-    attempt = bench.prefill.attempts.get(KEY) or bench.decode.attempts[KEY]
+    attempt = bench.prefill.records.get(KEY) or bench.decode.records[KEY]
     hashes = attempt.hasher.hashes[:num_blocks]
     bench.cache.store(attempt.tables, hashes, attempt.num_stored_blocks, num_blocks * 4, 0, ended=True)
     attempt.num_stored_blocks = num_blocks
@@ -52,7 +52,7 @@ def test_an_answer_moves_once_the_engine_has_let_go_of_it_and_says_what_it_leave
     stored(bench, 2)
     (failure,) = said(bench.checked(case.hear(bench.prefill, SequenceRemoved(KEY), 7)))
     assert failure.held_blocks == 2
-    assert not bench.prefill.attempts and bench.leases.num_expected == 1
+    assert not bench.prefill.records and bench.leases.num_expected == 1
     assert bench.cache.num_free + bench.cache.num_cached == bench.cache.num_blocks
 
 
@@ -83,7 +83,7 @@ def test_what_an_engine_does_not_let_go_of_in_time_is_handed_back_as_it_is() -> 
     (failure,) = said(bench.checked(case.hear(bench.prefill, DrainOver(), 600)))
     assert failure.held_blocks == 1 and bench.leases.num_expected == 1
     assert case.hear(bench.prefill, SequenceRemoved(KEY), 700) == []
-    assert not bench.prefill.attempts
+    assert not bench.prefill.records
 
 
 @pytest.mark.parametrize("stage", ["queued", "reserved", "receiving"])
@@ -107,7 +107,7 @@ def test_what_is_not_decoded_yet_moves_at_once(stage: str) -> None:
 def test_a_prompt_moves_unless_it_is_nearly_computed(num_tokens: int) -> None:
     bench = Bench(num_blocks=200)
     actions = bench.run(case.run_prefill(num_tokens=min(num_tokens, 90)))
-    attempt = bench.prefill.attempts[KEY]
+    attempt = bench.prefill.records[KEY]
     attempt.prompt.extend(range(num_tokens - len(attempt.prompt)))
     moved = bench.checked(case.hear(bench.prefill, DrainBegun(), 5))
     if num_tokens < FINISHED_TOKENS:
@@ -141,7 +141,7 @@ def test_a_worker_waits_for_those_who_go_on_until_they_have_asked_or_for_so_long
         bench.leases.expect(RequestId(f"r{number}"), READERS_COME_MS)
     alone(bench)
     stored(bench, 1)
-    hashes = bench.prefill.attempts[KEY].hasher.hashes[:1]
+    hashes = bench.prefill.records[KEY].hasher.hashes[:1]
     request = RequestLease(
         request_id=RequestId("r1"), attempt=2, deadline_ms=60_000, reader=WorkerId("d1"), fingerprint="f",
         first_block=0, block_hashes=join_hashes(hashes),
@@ -179,7 +179,7 @@ def test_every_answer_of_a_worker_that_drains_goes_on_and_nothing_is_counted_twi
         assert len(failed) == 1 and words[-1].failure is failed[0], "the last word, and once"
         assert not indices or failed[0].held_blocks == (9 + len(indices) - 1) // 4
     assert world.d.leases.num_expected == sum(1 for w in told.values() if w[-1].failure and w[-1].failure.held_blocks)
-    assert not world.d.prefill.attempts
+    assert not world.d.core.records
     assert world.d.is_at_rest
 
 

@@ -14,13 +14,12 @@ from schemas.ids import HandoffId, RequestId, WorkerId
 from schemas.worker import DescribeFleet, FleetDescribed, LeftReason, WorkerInfo, WorkerJoined, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.decode.core import DecodeCore
-from services.prefill.core import PrefillCore
+from services.holder.core.attempt import AttemptTimes
+from services.holder.core.events import AttemptAsked
+from services.holder.core.leases import LeaseTable
+from services.holder.kv.peers import Peers
 from services.times import WorkerTimes
-from services.worker.core.attempts import AttemptTimes
-from services.worker.core.events import AttemptAsked
-from services.worker.core.leases import LeaseTable
-from services.worker.kv.peers import Peers
+from services.worker.core import AttemptCore
 from tests.wire.examples import ENDPOINT, LOAD
 from tests.worker import worker_cases as case
 
@@ -107,16 +106,16 @@ DISAGREEING = (
 @pytest.mark.parametrize("change", DISAGREEING)
 def test_an_event_of_a_hand_over_agrees_with_its_reservation(change: dict[str, object]) -> None:
     """The name of a hand-over may be heard by anybody: whose it is must be right as well."""
-    decode = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
-    prefill = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    decode = AttemptCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
+    prefill = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     case.decide(decode, AttemptAsked(case.reserve(), AttemptTimes()), 0)
     case.decide(prefill, AttemptAsked(case.run_prefill(), AttemptTimes()), 0)
     for core, events in ((decode, (case.offered(), case.aborted())), (prefill, (case.reserved(), case.aborted()))):
-        before = {key: (attempt.stage, attempt.read) for key, attempt in core.attempts.items()}
+        before = {key: (attempt.stage, attempt.read) for key, attempt in core.records.items()}
         for event in events:
             assert case.decide(core, msgspec.structs.replace(event, **change), 0) == []
         assert core.num_unfit == 2
-        assert {key: (attempt.stage, attempt.read) for key, attempt in core.attempts.items()} == before
+        assert {key: (attempt.stage, attempt.read) for key, attempt in core.records.items()} == before
     assert case.decide(decode, case.offered(), 0), "the right one is taken"
     unknown = msgspec.structs.replace(case.offered(), handoff_id=HandoffId("r9-1"), **change)
     assert case.decide(decode, unknown, 0) and decode.num_unfit == 2, "of an unknown one its sender is told"

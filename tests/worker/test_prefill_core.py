@@ -1,19 +1,15 @@
 """The prefill worker's decisions, step by step."""
 
-from schemas.request import OtherEnd
-from schemas.ids import HandoffId
-from schemas.ids import WorkerId
 import msgspec
 import pytest
 
 from schemas.handoff import HandoffAborted, KVReleased
+from schemas.ids import HandoffId, WorkerId
 from schemas.kv import LeaseEnd
 from schemas.logprobs import TokenLogprob, pack_logprobs
-from schemas.request import AttemptEnd, RefusalReason, Refused, RunAttempt
+from schemas.request import AttemptEnd, OtherEnd, RefusalReason, Refused, RunAttempt
 from schemas.worker import LeftReason, WorkerLeft
-from services.prefill.core import PrefillCore
-from services.times import Times
-from services.worker.core.actions import (
+from services.holder.core.actions import (
     Action,
     AttemptEnded,
     CloseLease,
@@ -26,9 +22,11 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import KVRead
-from services.worker.core.events import Event, SequenceFailed, SequenceRemoved
-from services.worker.core.leases import LeaseTable
+from services.holder.core.attempt import KVRead
+from services.holder.core.events import Event, SequenceFailed, SequenceRemoved
+from services.holder.core.leases import LeaseTable
+from services.times import Times
+from services.worker.core import AttemptCore
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one
 
@@ -41,7 +39,7 @@ class Bench:
     def __init__(self, *, num_blocks: int = 8, max_queued: int = 4, whole_blocks: bool = False) -> None:
         self.cache, self.leases = case.block_cache(num_blocks, whole_blocks=whole_blocks), LeaseTable()
         limits = case.limits(case.PREFILL, num_blocks=num_blocks, max_queued=max_queued)
-        self.core = PrefillCore(limits, self.cache, self.leases)
+        self.core = AttemptCore(limits, self.cache, self.leases)
 
     def run(self, request: RunAttempt, now_ms: int = 0) -> list[Action]:
         return self.checked(case.run(self.core, request, now_ms))
@@ -71,7 +69,7 @@ class Bench:
         return self.hear(step, 10)
 
     def assert_empty(self) -> None:
-        assert (self.cache.num_free, len(self.leases), len(self.core.attempts)) == (self.cache.num_blocks, 0, 0)
+        assert (self.cache.num_free, len(self.leases), len(self.core.records)) == (self.cache.num_blocks, 0, 0)
 
 
 def test_the_engine_hears_whose_request_it_is() -> None:
@@ -229,7 +227,7 @@ def test_a_repeated_message_is_accepted_once() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
     assert bench.run(case.run_prefill()) == []
-    assert len(bench.core.attempts) == 1
+    assert len(bench.core.records) == 1
 
 
 def test_cancelling_a_queued_run_tells_the_target() -> None:
@@ -334,7 +332,7 @@ def test_a_deadline_fails_the_request_once() -> None:
     failure = one(actions, Emit).tokens.failure
     assert failure is not None and (failure.code, failure.retryable) == ("deadline", False)
     assert one(actions, CloseLease).lease.end is LeaseEnd.DEADLINE
-    (attempt,) = bench.core.attempts.values()
+    (attempt,) = bench.core.records.values()
     assert attempt.end is AttemptEnd.DEADLINE
     assert not [a for a in bench.tick(1100) if isinstance(a, Emit)]
     bench.hear(SequenceRemoved(("r1", 1)), 1200)
@@ -441,7 +439,7 @@ def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
 def test_what_is_cancelled_awaits_nothing_more() -> None:
     bench = Bench()
     read = fetching(bench)
-    attempt = bench.core.attempts[read.key]
+    attempt = bench.core.records[read.key]
     assert attempt.num_awaited_tokens == 18
     bench.hear(case.cancel(), 1)
     assert attempt.read is read and attempt.num_awaited_tokens == 0
@@ -530,7 +528,7 @@ def test_ids_that_fit_no_subject_are_refused(change: dict[str, object]) -> None:
 
 
 def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
-    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     asked = case.with_sampling(case.run_prefill(split=False, sources=(case.source("x", 0, 1),)), prompt_logprobs=2)
     sequence = case.one(case.ask(core, asked)[1], Submit).sequence
     assert sequence.wants_prompt_logprobs and sequence.num_computed_tokens == 0
@@ -541,7 +539,7 @@ def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
 
 
 def test_an_answer_that_goes_on_has_its_prompts_logarithms_already() -> None:
-    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    core = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     asked = msgspec.structs.replace(case.run_prefill(split=False), num_answered_tokens=1)
     sequence = case.one(case.ask(core, case.with_sampling(asked, prompt_logprobs=0))[1], Submit).sequence
     assert not sequence.wants_prompt_logprobs

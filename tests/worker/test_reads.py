@@ -18,15 +18,15 @@ from schemas.request import RefusalReason, Refused
 from schemas.worker import DescribeFleet, FleetDescribed
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
+from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.content import ReadOutcome
+from services.holder.core.events import ReadEnded, ReadStarted
+from services.holder.kv.peers import Peers
+from services.holder.kv.reads import KVReads, NotGrantedError, ReaderSettings
+from services.holder.outbox import Outbox
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.times import WorkerTimes
-from services.worker.core.attempts import KVRead, WantedLease
-from services.worker.core.content import ReadOutcome
-from services.worker.core.events import ReadEnded, ReadStarted
-from services.worker.kv.peers import Peers
-from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
-from services.worker.outbox import Outbox
 from tests.credentials import CREDENTIALS
 from tests.wire.examples import LOAD
 

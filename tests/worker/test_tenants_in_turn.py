@@ -7,22 +7,20 @@ import pytest
 
 from schemas.handoff import BlocksReserved
 from schemas.ids import RequestId
-from schemas.request import AttemptAccepted, RefusalReason, Refused
-from services.decode.core import DecodeCore
+from schemas.request import AttemptAccepted, RefusalReason, Refused, RunAttempt
 from services.engine.turns import TenantTurns
-from services.prefill.core import PrefillCore
-from services.worker.core.actions import Action, Publish, Submit
-from services.worker.core.events import SequenceRemoved
-from services.worker.core.leases import LeaseTable
+from services.holder.core.actions import Action, Publish, Submit
+from services.holder.core.events import SequenceRemoved
+from services.holder.core.leases import LeaseTable
+from services.worker.core import AttemptCore
 from tests.worker import worker_cases as case
-from tests.worker.worker_cases import RequestT
 
 NUM_FLOOD, NUM_AT_ONCE = 400, 64
 BLOCKS = 3
 """Of one request."""
 
 
-def of(tenant: str, request: RequestT) -> RequestT:
+def of(tenant: str, request: RunAttempt) -> RunAttempt:
     return msgspec.structs.replace(request, tenant=tenant)
 
 
@@ -31,9 +29,9 @@ def reserved_of(actions: list[Action]) -> list[RequestId]:
     return [message.request_id for message in said if isinstance(message, BlocksReserved)]
 
 
-def decode_core(num_blocks: int, *, max_queued: int = 1_000) -> DecodeCore:
+def decode_core(num_blocks: int, *, max_queued: int = 1_000) -> AttemptCore:
     limits = case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued)
-    return DecodeCore(limits, case.block_cache(num_blocks), LeaseTable())
+    return AttemptCore(limits, case.block_cache(num_blocks), LeaseTable())
 
 
 def test_who_comes_to_a_full_worker_gets_the_room_that_is_next() -> None:
@@ -79,12 +77,12 @@ def test_a_tenant_of_small_requests_is_given_more_of_them() -> None:
 
 def test_a_prompt_waits_for_no_other_tenant_s_backlog() -> None:
     limits = case.limits(case.PREFILL, num_blocks=BLOCKS, max_queued=100)
-    core = PrefillCore(limits, case.block_cache(BLOCKS), LeaseTable())
+    core = AttemptCore(limits, case.block_cache(BLOCKS), LeaseTable())
     for number in range(20):
         case.ask(core, of("a", case.run_prefill(number, first=10 * number, split=False)))
     reply, _ = case.ask(core, of("b", case.run_prefill(20, first=500, split=False)))
     assert isinstance(reply, AttemptAccepted)
-    (first,) = [attempt for attempt in core.attempts.values() if attempt.stage == "computing"]
+    (first,) = [attempt for attempt in core.records.values() if attempt.stage == "computing"]
     case.hear(core, case.cancel(0), 1)
     actions = case.hear(core, SequenceRemoved(first.key), 2)
     assert [action.sequence.request_id for action in actions if isinstance(action, Submit)] == ["r20"]

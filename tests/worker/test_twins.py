@@ -14,11 +14,11 @@ from schemas.handoff import BlocksReserved, FirstToken
 from schemas.kv import PurgeBlocks, ReadEnd
 from schemas.message import Message
 from schemas.worker import LeftReason, WorkerLeft
+from services.holder.core.attempt import Attempt
+from services.holder.core.content import ReadOutcome
+from services.holder.core.events import DrainBegun, Event, Fenced, ReadEnded
+from services.holder.limits import TWIN_WAIT_SHARE
 from services.times import Times
-from services.worker.core.attempts import Attempt
-from services.worker.core.content import ReadOutcome
-from services.worker.core.events import DrainBegun, Event, Fenced, ReadEnded
-from services.worker.limits import TWIN_WAIT_SHARE
 from tests.share import examples
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import WorkerWorld
@@ -39,13 +39,13 @@ class Worker(WorkerWorld):
     def ask(self, *numbers: int, now_ms: int = 0, tenant: str = "", **terms: Any) -> None:
         for number in numbers:
             run = case.run_prefill(number, num_tokens=PROMPT, max_tokens=3, split=False, **terms)
-            self.execute(case.decide(self.prefill, case.asked(msgspec.structs.replace(run, tenant=tenant)), now_ms))
+            self.execute(case.decide(self.core, case.asked(msgspec.structs.replace(run, tenant=tenant)), now_ms))
             self.check()
 
     def reserve(self, *numbers: int, now_ms: int = 0, **terms: Any) -> None:
         for number in numbers:
             request = case.reserve(number, num_tokens=PROMPT, max_tokens=3, **terms)
-            self.execute(case.decide(self.decode, case.asked(request), now_ms))
+            self.execute(case.decide(self.core, case.asked(request), now_ms))
             self.check()
 
     def hear(self, event: Event, now_ms: int = 0) -> None:
@@ -78,7 +78,7 @@ class Worker(WorkerWorld):
 
     def attempt(self, number: int) -> Attempt:
         key = (case.run_prefill(number).request_id, 1)
-        found = self.prefill.attempts.get(key) or self.decode.attempts.get(key)
+        found = self.core.records.get(key)
         assert found is not None, f"r{number} is not known"
         return found
 
@@ -98,7 +98,7 @@ def test_each_block_is_computed_once_and_each_computes_its_own_rest() -> None:
     assert worker.stages(*range(1, 6)) == ["computing", *["waiting_for_twin"] * 4]
     assert [worker.attempt(n).held(5).waiting_for for n in (1, 2, 5)] == ["", "r1", "r1"]
     assert [worker.attempt(n).num_awaited_tokens for n in (2, 5)] == [2, 2]
-    assert worker.prefill.num_queued == 0, "they wait for no room"
+    assert worker.core.num_queued == 0, "they wait for no room"
     while worker.attempt(1).num_stored_blocks < 4:
         assert worker.stages(2) == ["waiting_for_twin"]
         worker.step(0)
@@ -111,7 +111,7 @@ def test_each_block_is_computed_once_and_each_computes_its_own_rest() -> None:
 def test_the_wait_is_over_as_soon_as_the_common_blocks_are_there() -> None:
     worker = Worker()
     other = case.run_prefill(1, num_tokens=90, max_tokens=3, split=False)
-    worker.execute(case.decide(worker.prefill, case.asked(other), 0))
+    worker.execute(case.decide(worker.core, case.asked(other), 0))
     worker.ask(2, first=1)
     assert worker.attempt(1).num_stored_blocks == 0
     for _ in range(20):
@@ -126,7 +126,7 @@ def test_who_has_nothing_in_common_does_not_wait() -> None:
     worker.ask(1)
     worker.ask(2, first=30)
     short = case.run_prefill(3, num_tokens=4, split=False)  # its last token is computed in any case
-    worker.execute(case.decide(worker.prefill, case.asked(short), 0))
+    worker.execute(case.decide(worker.core, case.asked(short), 0))
     assert worker.stages(1, 2, 3) == ["computing"] * 3
 
 
@@ -156,7 +156,7 @@ def test_the_next_one_goes_on_where_the_computing_one_ends(how: str) -> None:
         worker.step(0)
     else:
         worker.hear(Fenced("declared dead"))
-        assert all(attempt.has_ended for attempt in worker.prefill.attempts.values())
+        assert all(attempt.has_ended for attempt in worker.core.records.values())
         worker.run_all()
         assert worker.is_at_rest
         return
@@ -169,9 +169,9 @@ def test_the_next_one_goes_on_where_the_computing_one_ends(how: str) -> None:
 def test_what_a_dead_one_has_left_is_shared() -> None:
     worker = Worker()
     run = case.run_prefill(1, num_tokens=90, max_tokens=3, split=False)
-    worker.execute(case.decide(worker.prefill, case.asked(run), 0))
+    worker.execute(case.decide(worker.core, case.asked(run), 0))
     same = case.run_prefill(2, num_tokens=90, max_tokens=3, split=False)
-    worker.execute(case.decide(worker.prefill, case.asked(same), 0))
+    worker.execute(case.decide(worker.core, case.asked(same), 0))
     worker.step(0)
     num_tokens = worker.attempt(1).num_stored_blocks * 4
     assert 0 < num_tokens < 88 and worker.stages(2) == ["waiting_for_twin"]
@@ -184,7 +184,7 @@ def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole_and_at_once() ->
     worker = Worker()
     worker.ask(1)
     run = case.with_sampling(case.run_prefill(2, num_tokens=PROMPT, split=False), prompt_logprobs=1)
-    worker.execute(case.decide(worker.prefill, case.asked(run), 0))
+    worker.execute(case.decide(worker.core, case.asked(run), 0))
     assert worker.stages(2) == ["computing"] and worker.present(2) == 0
 
 
@@ -200,7 +200,7 @@ def test_a_drain_gives_back_who_waits() -> None:
     worker = Worker()
     worker.ask(1, 2)
     worker.hear(DrainBegun())
-    assert worker.stages(1) == ["computing"] and len(worker.prefill.attempts) == 1
+    assert worker.stages(1) == ["computing"] and len(worker.core.records) == 1
     assert worker.emitted[-1].failure is not None and worker.emitted[-1].failure.code == "draining"
 
 
@@ -287,7 +287,7 @@ def test_a_reservation_does_not_wait_for_ever() -> None:
 
 def test_a_little_of_a_long_read_is_not_waited_for() -> None:
     worker = Worker()
-    worker.execute(case.decide(worker.decode, case.asked(case.reserve(1, num_tokens=90)), 0))
+    worker.execute(case.decide(worker.core, case.asked(case.reserve(1, num_tokens=90)), 0))
     worker.reserve(2)
     assert worker.stages(2) == ["reserved"]
 
@@ -313,7 +313,7 @@ def assert_apart(worker: Worker) -> None:
     """No block is two tenants', none is filled by two at a time, and nobody waits for one who does not fill."""
     of_block: dict[int, str] = {}
     filled: set[tuple[str, bytes]] = set()
-    for attempt in worker.prefill.attempts.values():
+    for attempt in worker.core.records.values():
         tenant = attempt.request.tenant
         for block in block_ids(attempt.tables[0].segments) if attempt.tables else ():
             assert of_block.setdefault(block, tenant) == tenant
@@ -346,7 +346,7 @@ def test_no_block_is_computed_twice_at_a_time_and_all_ends(num_blocks: int, chos
                 tokens = [*range(1, common + 1), *range(200 + choice, 216 + choice)]
                 run = case.run_prefill(number, split=False, max_tokens=3, deadline_ms=now_ms + 10**6)
                 run = msgspec.structs.replace(run, prompt=pack_tokens(tokens), tenant="ab"[choice % 2])
-                worker.execute(case.decide(worker.prefill, case.asked(run), now_ms))
+                worker.execute(case.decide(worker.core, case.asked(run), now_ms))
             case "cancel":
                 worker.hear(case.cancel(max(1, number - choice)), now_ms)
             case "tick":

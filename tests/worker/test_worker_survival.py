@@ -8,11 +8,8 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import ReadEnd
 from schemas.message import Message
-from schemas.request import RefusalReason, Refused, RequestFailure, AttemptAccepted, RunAttempt
-from services.decode.core import DecodeCore
-from services.prefill.core import PrefillCore
-from services.times import Times
-from services.worker.core.actions import (
+from schemas.request import AttemptAccepted, RefusalReason, Refused, RequestFailure, RunAttempt
+from services.holder.core.actions import (
     Action,
     CloseLease,
     Emit,
@@ -24,9 +21,9 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import KVRead, WantedLease
-from services.worker.core.content import ReadOutcome
-from services.worker.core.events import (
+from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.content import ReadOutcome
+from services.holder.core.events import (
     AttemptUnwanted,
     DrainBegun,
     DrainOver,
@@ -37,7 +34,9 @@ from services.worker.core.events import (
     SequenceRemoved,
     StreamEnded,
 )
-from services.worker.core.leases import LeaseTable
+from services.holder.core.leases import LeaseTable
+from services.times import Times
+from services.worker.core import AttemptCore
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one, published
 from tests.worker.worker_world import World, token_at
@@ -54,8 +53,8 @@ class Bench:
 
     def __init__(self, num_blocks: int = 8) -> None:
         self.cache, self.leases = case.block_cache(num_blocks), LeaseTable()
-        self.prefill = PrefillCore(case.limits(case.PREFILL, num_blocks=num_blocks), self.cache, self.leases)
-        self.decode = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache, self.leases)
+        self.prefill = AttemptCore(case.limits(case.PREFILL, num_blocks=num_blocks), self.cache, self.leases)
+        self.decode = AttemptCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache, self.leases)
 
     def run(self, request: RunAttempt, now_ms: int = 0) -> list[Action]:
         return self.checked(case.run(self.prefill, request, now_ms))
@@ -70,7 +69,7 @@ class Bench:
         return one(self.checked(case.hear(self.decode, case.offered())), StartRead).read
 
     def read_of(self, request_id: str) -> KVRead:
-        read = self.decode.attempts[(RequestId(request_id), 1)].read
+        read = self.decode.records[(RequestId(request_id), 1)].read
         assert read is not None
         return read
 
@@ -92,7 +91,7 @@ class Bench:
     def assert_empty(self) -> None:
         self.checked([])
         assert (self.cache.num_free, len(self.leases)) == (self.cache.num_blocks, 0)
-        assert len(self.prefill.attempts) == len(self.decode.attempts) == 0
+        assert len(self.prefill.records) == len(self.decode.records) == 0
 
 
 def failures(actions: list[Action]) -> list[RequestFailure]:
@@ -242,7 +241,15 @@ def test_a_message_that_comes_again_when_all_is_over_begins_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("lost", "nth"),
-    [(Message, None), (RunAttempt, 0), (RunAttempt, 1), (BlocksReserved, 0), (KVOffered, 0), (KVLanded, 0), (HandoffAborted, 0)],
+    [
+        (Message, None),
+        (RunAttempt, 0),
+        (RunAttempt, 1),
+        (BlocksReserved, 0),
+        (KVOffered, 0),
+        (KVLanded, 0),
+        (HandoffAborted, 0),
+    ],
 )
 @pytest.mark.parametrize("broken", [False, True])
 def test_one_lost_message_costs_time_and_nothing_else(lost: type[Message], nth: int | None, broken: bool) -> None:

@@ -36,15 +36,16 @@ from services.bus.typed import Received
 from services.config import MeshConfig, WorkerConfig
 from services.engine.fake import fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
-from services.launch.worker_roles import run_worker
+from services.holder.core.events import DrainBegun, Event
+from services.holder.core.leases import Grant
+from services.holder.core.lending import LendCore
+from services.holder.core.rules import Rules
+from services.holder.holder import Holder
+from services.holder.kv.blocks import LentBlocks
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.core.events import DrainBegun, Event
-from services.worker.core.leases import Grant
-from services.worker.core.lending import LendCore
-from services.worker.core.rules import Rules
 from services.worker.engine_feed import EngineFeed
-from services.worker.kv.holder import KVHolder
+from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests import virtual
 from tests.credentials import CREDENTIALS
@@ -366,7 +367,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
     async def start_stuck(self: Worker, tasks: asyncio.TaskGroup) -> None:
         await start(self, tasks)
         workers.append(self)
-        self._reader.is_stuck = True
+        monkeypatch.setattr(Holder, "is_stuck", True)
         monkeypatch.setattr(Rules, "decide", lambda rules, event, now_ms: decided.append(event) or [])
         with pytest.raises(EngineStoppedError, match="a read of p-0"):
             self.step(DrainBegun(), "drain")
@@ -422,7 +423,7 @@ async def test_no_block_is_ever_orphaned() -> None:
     assert seen == {0}
 
 
-def lease_of(holder: KVHolder[BlockCache], tenant: str = "") -> Ticket:
+def lease_of(holder: LentBlocks[BlockCache], tenant: str = "") -> Ticket:
     """Return the ticket of a lease that lasts for a minute."""
     allocation = holder.memory.admit([], 16, 0)
     assert allocation is not None
@@ -435,9 +436,9 @@ def lease_of(holder: KVHolder[BlockCache], tenant: str = "") -> Ticket:
 
 
 @pytest.fixture
-def holder() -> Generator[KVHolder[BlockCache]]:
+def holder() -> Generator[LentBlocks[BlockCache]]:
     parts = make_parts("p-0", "prefill")
-    made = KVHolder[BlockCache](
+    made = LentBlocks[BlockCache](
         worker_id=parts.worker_id, incarnation="i", arena=parts.arena, credentials=CREDENTIALS, shape=parts.shape,
         memory=BlockCache(parts.shape, chunk_tokens=64), make_server=parts.platform.make_server,
         on_started=lambda _lease: None, on_served=lambda _lease, _stats, _error: None,
@@ -447,7 +448,7 @@ def holder() -> Generator[KVHolder[BlockCache]]:
     made.close()
 
 
-def test_a_stream_that_gets_on_keeps_its_lease(holder: KVHolder[BlockCache]) -> None:
+def test_a_stream_that_gets_on_keeps_its_lease(holder: LentBlocks[BlockCache]) -> None:
     ticket = lease_of(holder)
     lending = LendCore(worker_cases.limits(WorkerId("p-0"), lease_ms=5_000), holder.memory, holder.leases)
     (lease,) = holder.leases
@@ -466,7 +467,7 @@ def test_a_stream_that_gets_on_keeps_its_lease(holder: KVHolder[BlockCache]) -> 
     assert lease.expires_at_ms == before_ms + 5_000 and not stream.still_valid()
 
 
-def test_every_stream_is_told_of_even_after_its_lease(holder: KVHolder[BlockCache]) -> None:
+def test_every_stream_is_told_of_even_after_its_lease(holder: LentBlocks[BlockCache]) -> None:
     """Two streams under one lease, as the first has given it back; the second outlives it. Another lease of the same id
     is none of theirs."""
     told: list[tuple[Grant, str]] = []
@@ -488,7 +489,7 @@ def test_every_stream_is_told_of_even_after_its_lease(holder: KVHolder[BlockCach
     assert not second.still_valid() and holder.open(another).still_valid()
 
 
-def test_another_tenants_ticket_opens_nothing(holder: KVHolder[BlockCache]) -> None:
+def test_another_tenants_ticket_opens_nothing(holder: LentBlocks[BlockCache]) -> None:
     ticket = lease_of(holder, tenant="a")
     holder.open(ticket)
     with pytest.raises(LeaseRefusedError, match="tenant"):
@@ -496,7 +497,7 @@ def test_another_tenants_ticket_opens_nothing(holder: KVHolder[BlockCache]) -> N
 
 
 def test_a_block_that_nobody_knows_of_is_an_orphan(
-    holder: KVHolder[BlockCache], caplog: pytest.LogCaptureFixture
+    holder: LentBlocks[BlockCache], caplog: pytest.LogCaptureFixture
 ) -> None:
     lease_of(holder)
     owned = holder.memory.admit([], 24, 0)

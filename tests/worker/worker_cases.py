@@ -1,6 +1,5 @@
 """Messages and engine results for the tests of the worker cores."""
 
-from schemas.request import OtherEnd
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -13,25 +12,26 @@ from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.message import Message
 from schemas.request import (
+    AttemptAccepted,
     CancelRequest,
     FinishReason,
     KVSource,
-    AttemptAccepted,
+    OtherEnd,
     RunAttempt,
     SamplingParams,
     TransferReport,
 )
 from services.engine.interface import SampledToken, Sequence, StepResult
+from services.holder.core.actions import Action, AttemptEnded, Publish, SendReply
+from services.holder.core.attempt import Attempt, AttemptTimes, KVRead, WantedLease
+from services.holder.core.checks import WorkerLimits
+from services.holder.core.content import ReadOutcome
+from services.holder.core.copies import BlockCopy
+from services.holder.core.events import AttemptAsked, Event, ReadEnded, TimePassed
+from services.holder.core.leases import LeaseTable
+from services.holder.core.rules import Rules, RuleTable
 from services.times import Times
-from services.worker.core.actions import Action, AttemptEnded, Publish, SendReply
-from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
-from services.worker.core.checks import WorkerLimits
-from services.worker.core.content import ReadOutcome
-from services.worker.core.copies import BlockCopy
-from services.worker.core.events import AttemptAsked, Event, ReadEnded, TimePassed
-from services.worker.core.leases import LeaseTable
-from services.worker.core.role import RoleCore
-from services.worker.core.rules import Rules, RuleTable
+from services.worker.core import AttemptCore
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
 DEADLINE_MS = 60_000
@@ -164,7 +164,7 @@ class Core(Protocol):
 
 def decide(core: Core, event: Event, now_ms: int = 0) -> list[Action]:
     """Return what a core does with an event, as if it were the worker's only one."""
-    return Rules([core.rules()], [core.admit] if isinstance(core, RoleCore) else []).decide(event, now_ms)
+    return Rules([core.rules()], [core.admit] if isinstance(core, AttemptCore) else []).decide(event, now_ms)
 
 
 ActionT = TypeVar("ActionT", bound=Action)
@@ -222,14 +222,14 @@ def brings(read: KVRead, *outcome: Any, **more: Any) -> ReadEnded:
     return ReadEnded(read, ReadOutcome(*outcome, **more))
 
 
-def tables_of(*cores: RoleCore[Any]) -> list[BlockTables]:
+def tables_of(*cores: AttemptCore) -> list[BlockTables]:
     """Return the tables that the attempts of these cores hold references to."""
-    attempts: list[Attempt[Any]] = [attempt for core in cores for attempt in core.attempts.values()]
+    attempts: list[Attempt] = [attempt for core in cores for attempt in core.records.values()]
     return [attempt.tables for attempt in attempts if attempt.tables]
 
 
 def check_blocks(
-    cache: BlockCache, leases: LeaseTable | None, *cores: RoleCore[Any], copies: Iterable[BlockCopy] = ()
+    cache: BlockCache, leases: LeaseTable | None, *cores: AttemptCore, copies: Iterable[BlockCopy] = ()
 ) -> None:
     """The conservation law, exactly: total = free + cached + what runs own or leases hold."""
     cache.check_integrity()

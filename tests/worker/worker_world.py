@@ -11,11 +11,9 @@ from schemas.kv import ReadEnd, RequestLease
 from schemas.message import Message
 from schemas.request import CancelRequest, RequestTokens, RunAttempt
 from schemas.worker import LeftReason, WorkerLeft
-from services.decode.core import DecodeCore
 from services.engine.batch import Batch
 from services.engine.interface import Choice, Sequence
-from services.prefill.core import PrefillCore
-from services.worker.core.actions import (
+from services.holder.core.actions import (
     Action,
     AttemptEnded,
     CloseLease,
@@ -28,9 +26,9 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import KVRead, WantedLease
-from services.worker.core.content import AttemptKey, ReadOutcome
-from services.worker.core.events import (
+from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.content import AttemptKey, ReadOutcome
+from services.holder.core.events import (
     AttemptUnwanted,
     DrainBegun,
     DrainOver,
@@ -42,9 +40,9 @@ from services.worker.core.events import (
     SequenceRemoved,
     StreamEnded,
 )
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.core.lending import LendCore
-from services.worker.core.twins import Twins
+from services.holder.core.leases import Grant, LeaseTable
+from services.holder.core.lending import LendCore
+from services.worker.core import AttemptCore
 from tests.worker import worker_cases as case
 
 BLOCK = 4
@@ -74,29 +72,22 @@ class WorkerWorld:
         self.cache = case.block_cache(self.num_blocks, whole_blocks=self.whole_blocks)
         self.leases = LeaseTable()
         limits = case.limits(self.worker_id, num_blocks=self.num_blocks)
-        twins = Twins(self.cache)
-        self.prefill = PrefillCore(limits, self.cache, self.leases, twins)
-        self.decode = DecodeCore(limits, self.cache, self.leases, twins)
+        self.core = AttemptCore(limits, self.cache, self.leases)
         self.lending = LendCore(limits, self.cache, self.leases)
         self.batch = Batch(8, context_length=100)
 
     def check(self) -> None:
-        case.check_blocks(self.cache, self.leases, self.prefill, self.decode)
-        owned = case.tables_of(self.prefill, self.decode)
+        case.check_blocks(self.cache, self.leases, self.core)
+        owned = case.tables_of(self.core)
         for writer in (*self.running.values(), *self.reads):
             assert writer.tables in owned, "what may still be written is nobody else's"
-        assert len(self.prefill.wanted_by()) <= len(self.prefill.attempts)
-        assert self.prefill.num_queued <= 4 and self.decode.num_queued <= 4
+        assert len(self.core.wanted_by()) <= len(self.core.records)
+        assert self.core.num_queued <= 8
 
     @property
     def is_at_rest(self) -> bool:
         free = self.cache.num_free + self.cache.num_cached
-        return (len(self.prefill.attempts), len(self.decode.attempts), len(self.leases), free) == (
-            0,
-            0,
-            0,
-            self.num_blocks,
-        )
+        return (len(self.core.records), len(self.leases), free) == (0, 0, self.num_blocks)
 
     @property
     def fetches(self) -> list[KVRead]:
@@ -107,11 +98,10 @@ class WorkerWorld:
         return [read for read in self.reads if read.is_hand_over]
 
     def handle(self, event: Event, now_ms: int) -> None:
-        """Both cores hear of it."""
-        self.execute([action for core in (self.prefill, self.decode) for action in case.decide(core, event, now_ms)])
+        self.execute(case.decide(self.core, event, now_ms))
 
     def tick(self, now_ms: int) -> None:
-        self.execute([action for core in (self.prefill, self.decode) for action in case.tick(core, now_ms)])
+        self.execute(case.tick(self.core, now_ms))
 
     def execute(self, actions: list[Action]) -> None:
         for action in actions:
@@ -158,7 +148,7 @@ class WorkerWorld:
 
     def _computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
         key = (sequence.request_id, sequence.attempt)
-        attempt = self.prefill.attempts.get(key) or self.decode.attempts[key]
+        attempt = self.core.records[key]
         assert attempt.kv is not None
         hashes = attempt.hasher.extend(sequence.token_ids, num_tokens)
         stored, landed = attempt.num_stored_blocks, attempt.kv.num_present_tokens
@@ -243,18 +233,14 @@ class World:
         match message:
             case RunAttempt():
                 worker = self.p if message.downstream is not None else self.d
-                mine, other = (worker.prefill, worker.decode) if message.upstream is None else (worker.decode, worker.prefill)
-                if (message.request_id, message.attempt) not in other.attempts:
-                    worker.execute(case.decide(mine, case.asked(message), self.now_ms))
-            case BlocksReserved():
-                self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
+                worker.execute(case.decide(worker.core, case.asked(message), self.now_ms))
+            case BlocksReserved() | KVLanded():
+                self.p.handle(message, self.now_ms)
             case case.KVOffered():
-                self.d.execute(case.decide(self.d.decode, message, self.now_ms))
-            case KVLanded():
-                self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
+                self.d.handle(message, self.now_ms)
             case HandoffAborted():
-                self.p.execute(case.decide(self.p.prefill, message, self.now_ms))
-                self.d.execute(case.decide(self.d.decode, message, self.now_ms))
+                self.p.handle(message, self.now_ms)
+                self.d.handle(message, self.now_ms)
             case CancelRequest():
                 for worker in (self.p, self.d):
                     worker.handle(message, self.now_ms)
@@ -314,7 +300,7 @@ class World:
         worker.handle(Fenced("declared dead"), self.now_ms)
         worker.execute(case.decide(worker.lending, Fenced("declared dead"), self.now_ms))
         assert len(worker.emitted) == num_emitted and len(worker.leases) == 0
-        assert not worker.prefill.wanted_by() and not worker.decode.wanted_by()
+        assert not worker.core.wanted_by() and not worker.core.wanted_by()
 
     def left(self, number: int) -> None:
         """One hears that the other has left."""
@@ -326,7 +312,7 @@ class World:
     def drain(self, number: int) -> None:
         worker = self.worker(number)
         worker.handle(DrainBegun(finishes=number % 2 == 0), self.now_ms)
-        assert worker.prefill.num_queued == worker.decode.num_queued == 0
+        assert worker.core.num_queued == worker.core.num_queued == 0
 
     def hand_back(self, number: int) -> None:
         worker = self.worker(number)
@@ -336,7 +322,7 @@ class World:
         key = (case.run_prefill(request).request_id, 1)
         worker = self.worker(number)
         worker.handle(AttemptUnwanted(key), self.now_ms)
-        assert key not in worker.prefill.wanted_by() and key not in worker.decode.wanted_by()
+        assert key not in worker.core.wanted_by() and key not in worker.core.wanted_by()
 
     def settle(self) -> None:
         """Every message is lost from now on, whatever still runs comes to its end, and every deadline passes."""

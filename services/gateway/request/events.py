@@ -1,6 +1,5 @@
 """The words of `core.py`: what can happen to a request, and what the shell is asked to do about it."""
 
-from schemas.request import RunAttempt
 import enum
 from dataclasses import dataclass
 

@@ -34,9 +34,9 @@ from dataplane.protocol.wire import Thread, Wire
 from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.kv import ReadEnd
+from services.holder.platform import Platform
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
 from services.sim.platform.threads import CoThread, current, now_s, pause, spawn
-from services.worker.platform import Platform
 
 _STREAM_FAULTS: tuple[StreamFaultKind, ...] = ("truncation", "corruption", "stall", "slowness")
 _CARRIERS = (loopback.NAME, shm.NAME, tcp.NAME)

@@ -7,9 +7,9 @@ from schemas.ids import RequestId, WorkerId
 from schemas.message import decode
 from schemas.observe import RequestCancelled, RequestFailed, RequestFinished, RequestPlaced, RequestResumed
 from schemas.request import AskProgress, AttemptFailure, Progress, RequestTokens, TokensEmitted
+from services.holder.core.content import AttemptKey
 from services.sim.limits import GOES_ON_WITHIN_S
 from services.sim.scenario import FaultKind
-from services.worker.core.content import AttemptKey
 
 WENT_WRONG = frozenset(
     {

@@ -4,11 +4,11 @@ expected, every block free or cached."""
 from typing import Any, NamedTuple, cast
 
 from dataplane.blocks.cache import BlockCache
+from services.holder.core.leases import LeaseTable
+from services.holder.kv.blocks import LentBlocks
 from services.sim.limits import OVERDUE_MS
 from services.sim.mesh import Service, SimMesh
 from services.store.blocks import StoreMemory
-from services.worker.core.leases import LeaseTable
-from services.worker.kv.holder import KVHolder
 
 
 class Held(NamedTuple):
@@ -46,8 +46,8 @@ def held_at_rest(mesh: SimMesh) -> list[Held]:
     return held
 
 
-def _holders(service: Service) -> list[KVHolder[Any]]:
-    return [cast("KVHolder[Any]", gate) for gate in service.gates if isinstance(gate, KVHolder)]
+def _holders(service: Service) -> list[LentBlocks[Any]]:
+    return [cast("LentBlocks[Any]", gate) for gate in service.gates if isinstance(gate, LentBlocks)]
 
 
 def _held_of(name: str, memory: BlockCache | StoreMemory, leases: LeaseTable) -> list[Held]:

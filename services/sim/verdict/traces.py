@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
+from services.holder.core.copies import COPY_REQUEST
 from services.telemetry import Key, SpanName, SpanRecord
-from services.worker.core.copies import COPY_REQUEST
 
 HTTP_ROOT = "POST "
 TTFT_PARTS = (

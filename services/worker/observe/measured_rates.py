@@ -8,7 +8,7 @@ from dataplane.protocol.stream import TransferStats
 from schemas.ids import WorkerId
 from schemas.worker import PrefillRate, TransferRate, WorkerRates
 from services.engine.interface import StepResult
-from services.worker.limits import MAX_MEASURED_PAIRS, STALE_RATE_MS
+from services.holder.limits import MAX_MEASURED_PAIRS, STALE_RATE_MS
 
 CONTEXT_BORDERS = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 """Attention makes a token dearer the more tokens stand before it: each range has a rate of its own."""

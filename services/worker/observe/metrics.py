@@ -1,4 +1,4 @@
-"""What a holder of KV measures: its blocks, the leases on them, what it reads, what its engine does."""
+"""What a worker measures beside its blocks and leases: what it reads, what its engine does."""
 
 import time
 from collections.abc import Callable
@@ -6,63 +6,30 @@ from typing import Literal
 
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import WorkerId
-from schemas.kv import LeaseEnd, ReadEnd
-from schemas.request import Refused
+from schemas.kv import ReadEnd
 from schemas.worker import WorkerLoad
 from services import metric_names as names
 from services.engine.interface import StepResult
+from services.holder.limits import MAX_MEASURED_PAIRS
 from services.metrics import Metrics
-from services.runtime import now_ms
-from services.worker.core.leases import Grant, LeaseTable
-from services.worker.limits import MAX_MEASURED_PAIRS, UNREAD_AFTER_MS
 
 ReadKind = Literal["handover", "fetch"]
 
 
-class HolderMetrics:
-    """What a worker and the store have in common. `load` says how things stand."""
+class WorkerMetrics:
+    """One worker's. `load` says how things stand."""
 
-    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], leases: LeaseTable, block_bytes: int) -> None:
+    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad]) -> None:
         self.metrics = metrics
-        self._leases = leases
         self._load = load
-        self._block_bytes = block_bytes
+        self._num_late = 0
+        self._rates: dict[tuple[str, str], float] = {}
+        """Bytes a second, by source and carrier; the one heard of last is at the end."""
         metrics.on_sample(self._sample)
-        metrics.on_sample(self._sample_leases)
-
-    def refused(self, what: str, reply: object) -> None:
-        """Count a reply, where it is a refusal."""
-        if isinstance(reply, Refused):
-            self.metrics.inc(names.REFUSALS, what, reply.reason)
-
-    def fenced(self) -> None:
-        """It begins as a new incarnation."""
-        self.metrics.inc(names.FENCES)
-
-    def lease_ended(self, lease: Grant) -> None:
-        """Count how a lease has ended, and its blocks where they were held for nobody."""
-        end = LeaseEnd.CANCELLED if lease.end is None or lease.end is LeaseEnd.UNNEEDED else lease.end
-        self.metrics.inc(names.LEASES_ENDED, end)
-        if end in names.STRANDED:
-            self.metrics.inc(names.STRANDED_BLOCKS, end, by=lease.num_blocks)
-
-    def _sample_leases(self) -> None:
-        time_ms, leases = now_ms(), list(self._leases)
-        ages_s = [(time_ms - lease.granted_ms) / 1000 for lease in leases]
-        self.metrics.set_series(names.LEASES, {(age,): count for age, count in names.by_age(ages_s).items()})
-        waiting = [lease for lease in leases if lease.readable_ns and not lease.is_read]
-        unread = sum(w.num_blocks for w in waiting if time_ms - w.readable_ns // 1_000_000 > UNREAD_AFTER_MS)
-        self.metrics.set_series(names.UNREAD_BLOCKS, {(): unread})
 
     def _sample(self) -> None:
         load, put = self._load(), self.metrics.set_series
-        worker_id = load.worker.worker_id
-        put(names.KV_BLOCKS, {(worker_id, s): getattr(load.blocks, s) for s in names.BLOCK_STATES})
-        put(names.ORPHANED_BYTES, {(): load.blocks.orphaned * self._block_bytes})
-        put(names.REFUSED_READS, {(): load.num_refused_reads})
-        put(names.WORKER_REQUESTS, {("running",): load.num_running, ("queued",): load.num_queued})
-        if load.worker.role == "store":
-            return
+        put(names.TRANSFER_RATE, self._rates)
         waiting = {
             ("compute",): load.num_uncomputed_tokens - load.num_unreceived_tokens,
             ("receive",): load.num_unreceived_tokens,
@@ -73,15 +40,11 @@ class HolderMetrics:
         put(names.ENGINE_SPARES, {(): load.engine.num_spares})
         put(names.ENGINE_READY_SECONDS, {(): load.engine.ready_ms / 1000})
 
-
-class WorkerMetrics(HolderMetrics):
-    """One worker's."""
-
-    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], leases: LeaseTable, block_bytes: int) -> None:
-        super().__init__(metrics, load, leases, block_bytes)
-        self._rates: dict[tuple[str, str], float] = {}
-        """Bytes a second, by source and carrier; the one heard of last is at the end."""
-        metrics.on_sample(lambda: metrics.set_series(names.TRANSFER_RATE, self._rates))
+    def dropped_late(self, num_late: int) -> None:
+        """So many events in all have meant nothing (any more) to the attempts that they were about."""
+        if num_late > self._num_late:
+            self.metrics.inc(names.DROPPED, "late", by=num_late - self._num_late)
+            self._num_late = num_late
 
     def stepped(self, result: StepResult) -> None:
         """Count an engine step."""

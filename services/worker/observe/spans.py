@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from schemas.request import AttemptEnd
 from services.engine.interface import StepResult
+from services.holder.core.attempt import Attempt, AttemptTimes
+from services.holder.core.content import AttemptKey
+from services.holder.limits import MAX_LINKED_STEPS
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry, is_sampled
-from services.worker.core.attempts import Attempt, AttemptTimes
-from services.worker.core.content import AttemptKey
-from services.worker.limits import MAX_LINKED_STEPS
 
 
 def times_of(traceparent: str, ahead_ns: int) -> AttemptTimes:

@@ -18,7 +18,7 @@ from schemas.request import RefusalReason, Refused
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.formats import format_here
-from services.worker.kv.holder import StreamLease
+from services.holder.kv.blocks import StreamLease
 from tests.engine.vllm_engine.conftest import World
 from tests.engine.vllm_engine.test_contract import HOT, Heard, prompt_of
 from tests.plane.harness import DEADLINE_S, NUM_BLOCKS, SECRETS, fails, read_kv, write_kv

@@ -1,0 +1,353 @@
+"""Carries out reads of KV, a task each: a hand-over that was offered, a prefix that another worker holds, what a store
+keeps. Where there is no offer, the holder is asked for a lease first.
+
+A lease that nobody reads under is given back: it is not left to its time.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import msgspec
+
+from dataplane.blocks.kept import Content, KeptBlocks
+from dataplane.blocks.layout import BlockTables, block_ids
+from dataplane.ends.reader import Landed, PlaneReader, ReadRequest
+from dataplane.memory.codec import WireDtype
+from dataplane.memory.content_tags import BlockContents, ExpectedContent
+from dataplane.protocol.stream import TransferFailedError, TransferStats
+from schemas import subjects
+from schemas.block import join_hashes
+from schemas.handoff import Endpoint, FirstToken, KVOffered
+from schemas.ids import WorkerId
+from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_asked
+from schemas.request import RefusalReason, Refused
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
+from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.content import ReadOutcome
+from services.holder.core.events import ReadEnded, ReadStarted
+from services.holder.kv.peers import Peers
+from services.holder.limits import TWIN_WAIT_SHARE
+from services.holder.observe.transfers import FinishedRead, TransferSpan
+from services.holder.outbox import Outbox
+from services.runtime import logging_failures, now_ms
+from services.telemetry import Telemetry
+from services.times import WorkerTimes
+from services.trust.credentials import HolderCredentials
+
+log = logging.getLogger(__name__)
+
+
+class NotGrantedError(Exception):
+    """The holder does not lend these blocks, or does not answer. `reason`: as it refused; None: it did not."""
+
+    def __init__(self, text: str, reason: RefusalReason | None = None, end: ReadEnd = ReadEnd.REFUSED) -> None:
+        super().__init__(text)
+        self.reason: RefusalReason | None = reason
+        self.end = end
+
+
+class ReadTerms(NamedTuple):
+    """What may be read, of an offer or of a granted lease, and where it goes."""
+
+    endpoint: Endpoint
+    ticket: str
+    tables: BlockTables
+    first_token: int
+    num_tokens: int
+    more_comes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderSettings:
+    """How one reader reads. `carrier`: which one is asked for, or "auto". A read under a lease may take `base_s` and
+    `token_s` a token, and no longer than its deadline."""
+
+    reader_id: WorkerId
+    fingerprint: str
+    block_size: int
+    carrier: str
+    base_s: float
+    times: WorkerTimes
+    token_s: float = 0.0
+
+
+@dataclass
+class KVReads:
+    """The reads of one worker, or of a store. A read's task ends only when its thread writes no more.
+
+    `on_event` hears of what happens to reads that `begin_read` has started; `record` of every read that has ended.
+    """
+
+    settings: ReaderSettings
+    bus: TypedBus
+    outbox: Outbox
+    reader: PlaneReader
+    peers: Peers
+    credentials: HolderCredentials
+    telemetry: Telemetry
+    tasks: asyncio.TaskGroup
+    record: Callable[[FinishedRead], None]
+    contents: BlockContents | None
+    """By which lent blocks prove themselves here; None: they cannot."""
+    kept: KeptBlocks
+    """Where their tags are kept."""
+    on_event: Callable[[ReadStarted | ReadEnded], object] = lambda _: None
+    wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same"
+    """How a holder is asked for its KV."""
+    _running: dict[KVRead, asyncio.Task[ReadEnded]] = field(default_factory=dict[KVRead, "asyncio.Task[ReadEnded]"])
+    _closed: bool = False
+
+    def begin_read(self, read: KVRead) -> None:
+        """Begin a read in a task of its own; `ReadEnded` follows, in a later turn of the loop."""
+        if self._closed:
+            asyncio.get_running_loop().call_soon(self.on_event, _stopped(read))
+            return
+        task = self._running[read] = self.tasks.create_task(self._carry_out_all(read), name=f"read {read.key[0]}")
+        task.add_done_callback(lambda task: self._ended(read, task))
+
+    def end_reads(self, read: KVRead) -> None:
+        """End a read; `ReadEnded` follows once its thread has ended."""
+        if task := self._running.get(read):
+            task.cancel()
+
+    async def close(self) -> None:
+        """End every read and wait for its thread. What is started from now on brings nothing."""
+        self._closed = True
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _carry_out_all(self, read: KVRead) -> ReadEnded:
+        """Carry out a read, and then that of the rest as long as the holder says that it comes: for as long without a
+        block as a read of all may take, or, where it is being computed, for a part of the time that the request has.
+        What has come of a read that is stopped during its rest counts."""
+        lease = read.lease
+        ended = await self.carry_out(read)
+        if not isinstance(lease, WantedLease):
+            return ended
+        until_ms = now_ms() + max(0, lease.deadline_ms - now_ms()) // TWIN_WAIT_SHARE
+        limit_s = self.settings.base_s + len(lease.block_hashes) * self.settings.block_size * self.settings.token_s
+        latest, moved_s = ended, time.monotonic()
+        while (is_coming := latest.end is ReadEnd.COMING) or latest.outcome.more_comes:
+            if now_ms() >= until_ms or (not is_coming and time.monotonic() - moved_s > limit_s):
+                break
+            before = ended.outcome
+            num_read = max(0, before.num_landed_tokens // self.settings.block_size - lease.first_block)
+            rest = replace(lease, first_block=lease.first_block + num_read, block_hashes=lease.block_hashes[num_read:])
+            first_token = max(before.num_landed_tokens, read.first_token)
+            try:
+                if is_coming:
+                    await asyncio.sleep(self.settings.times.coming_again_s)
+                latest = await self.carry_out(replace(read, lease=rest, first_token=first_token))
+            except asyncio.CancelledError:
+                if self._closed or not before.num_landed_tokens:
+                    raise
+                break
+            if latest.outcome.num_landed_tokens:
+                moved_s = time.monotonic()
+                outcome = replace(
+                    latest.outcome,
+                    num_bytes=before.num_bytes + latest.outcome.num_bytes,
+                    carrier=latest.outcome.carrier or before.carrier,
+                )
+                ended = replace(latest, read=read, outcome=outcome)
+            elif not before.num_landed_tokens:
+                ended = replace(latest, read=read)
+        return ended
+
+    async def carry_out(self, read: KVRead) -> ReadEnded:
+        """Read, record it, and return how it ended."""
+        span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
+        landed, content, ended = None, None, _stopped(read)
+        try:
+            async with self._terms(read, span.story) as terms:
+                content = self._expected(read, terms)
+                try:
+                    landed = await self._stream(read, terms, content, span.stats)
+                finally:  # also of what landed of a read that broke
+                    if content is not None:
+                        self.kept.tags |= dict(zip(content.blocks, content.tags, strict=False))
+            outcome = ReadOutcome(
+                landed.num_tokens,
+                landed.stats.num_bytes,
+                landed.stats.carrier,
+                is_whole=True,
+                more_comes=terms.more_comes,
+            )
+            first_token = self._first_token(landed.trailer) if read.is_hand_over else None
+            ended = ReadEnded(read, outcome, first_token=first_token)
+        except NotGrantedError as error:
+            ended = ReadEnded(read, ReadOutcome(0), error.end, str(error), error.reason)
+        except TransferFailedError as error:
+            ended = ReadEnded(read, ReadOutcome(error.num_landed_tokens), error.code, str(error))
+        except msgspec.DecodeError as error:
+            assert landed is not None, "only what has landed is decoded"
+            detail = f"the stream's end is unreadable: {error}"
+            ended = ReadEnded(read, ReadOutcome(landed.num_tokens), ReadEnd.OTHER, detail)
+        except Exception as error:  # noqa: BLE001  (one bad holder must not take the other requests along)
+            log.warning("a read of %s from %s failed: %r", read.key[0], read.holder, error)
+            ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, f"{type(error).__name__}: {error}")
+        finally:  # also where it is cancelled: the thread has ended then
+            span.holder_role = self.peers.role_of(read.holder)
+            with logging_failures(f"recording the read of {read.key[0]}"):
+                self.record(FinishedRead(ended, span, landed))
+        return ended
+
+    def _first_token(self, trailer: bytes) -> FirstToken:
+        """Return what a stream's end says, by this process's clock. Raises msgspec.DecodeError."""
+        first = msgspec.json.decode(trailer, type=FirstToken)
+        return msgspec.structs.replace(first, computed_ns=self.telemetry.clock.at_ns(first.computed_ns))
+
+    def _ended(self, read: KVRead, task: "asyncio.Task[ReadEnded]") -> None:
+        """Said by the task's end, as a task that is cancelled before its first step runs none of its code."""
+        del self._running[read]
+        with logging_failures(f"what follows the read of {read.key[0]}"):
+            self.on_event(_stopped(read) if task.cancelled() else task.result())
+
+    @asynccontextmanager
+    async def _terms(self, read: KVRead, traceparent: str) -> AsyncGenerator[ReadTerms]:
+        """Hold what allows a read, for as long as it takes. Raises NotGrantedError."""
+        lease = read.lease
+        if isinstance(lease, KVOffered):
+            endpoint = await self._endpoint(read.holder, lease)
+            yield ReadTerms(endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
+            return
+        if not await self.peers.is_known(read.holder):  # a made-up name is not waited for
+            raise NotGrantedError(f"no worker {read.holder} has joined", end=ReadEnd.UNKNOWN)
+        async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
+            endpoint = await self._endpoint(read.holder, granted)
+            yield ReadTerms(
+                endpoint, granted.ticket, read.tables, granted.first_token, granted.num_tokens, granted.more_comes
+            )
+
+    async def _endpoint(self, holder: WorkerId, terms: KVOffered | LeaseGranted) -> Endpoint:
+        """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""
+        endpoint = await self.peers.endpoint(holder, terms.incarnation)
+        if endpoint is None:
+            raise NotGrantedError(
+                f"no incarnation {terms.incarnation[:32]!r} of {holder} has joined", end=ReadEnd.UNKNOWN
+            )
+        return msgspec.structs.replace(endpoint, arena_nonce=terms.arena_nonce)
+
+    def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
+        request_id, attempt = read.key
+        request = RequestLease(
+            request_id=request_id,
+            attempt=attempt,
+            deadline_ms=lease.deadline_ms,
+            answer_within_ms=min(lease.deadline_ms - now_ms(), self.settings.times.lease_answer_ms),
+            reader=self.settings.reader_id,
+            fingerprint=self.settings.fingerprint,
+            first_block=lease.first_block,
+            block_hashes=join_hashes(lease.block_hashes),
+            tenant=lease.tenant,
+            proof=lease.proof,
+            is_copy=lease.is_copy,
+        )
+        return self.credentials.prove_copy(request, read.holder) if lease.is_copy else request
+
+    def _expected(self, read: KVRead, terms: ReadTerms) -> ExpectedContent | None:
+        """Return what lent blocks must be; None of a hand-over, which was computed just now."""
+        if isinstance(read.lease, KVOffered) or self.contents is None:
+            return None
+        table, first_block = terms.tables[0], terms.first_token // self.settings.block_size
+        blocks = block_ids(table.segments)[first_block - table.first_block :]
+        content = [Content(read.lease.tenant, block_hash) for block_hash in read.lease.block_hashes]
+        return ExpectedContent(self.contents, content, blocks)
+
+    async def _stream(
+        self, read: KVRead, terms: ReadTerms, content: ExpectedContent | None, stats: TransferStats
+    ) -> Landed:
+        left_s = max(0.0, (read.lease.deadline_ms - now_ms()) / 1000)
+        num_tokens = max(0, terms.num_tokens - terms.first_token)
+        # A hand-over's stream takes as long as its prompt's computation.
+        limit_s = left_s if read.is_hand_over else self.settings.base_s + num_tokens * self.settings.token_s
+        request = ReadRequest(
+            terms.endpoint,
+            terms.ticket,
+            carrier=self.settings.carrier,
+            tables=terms.tables,
+            first_token=terms.first_token,
+            num_tokens=terms.num_tokens,
+            deadline_s=min(limit_s, left_s),
+            wire_dtype=self.wire_dtype(read.holder),
+            content=content,
+            stats=stats,
+        )
+        return await self.reader.read_kv(request, lambda carrier: self._started(read, carrier))
+
+    def _started(self, read: KVRead, carrier: str) -> None:
+        if read.is_hand_over:
+            self.on_event(ReadStarted(read, carrier))
+
+    # Leases, asked for and given back.
+
+    @asynccontextmanager
+    async def lease(
+        self, request: RequestLease, holder: WorkerId, traceparent: str = ""
+    ) -> AsyncGenerator[LeaseGranted]:
+        """Hold a lease for the time of one read, which ends it; one that is left by an error or by a cancellation is
+        given back. Raises NotGrantedError."""
+        nobody_waits = asyncio.Event()
+        asked = self._ask(request, holder, traceparent, nobody_waits)
+        asking = self.tasks.create_task(asked, name=f"lease {request.request_id}")
+        try:
+            granted = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            nobody_waits.set()
+            if asking.done() and not asking.cancelled() and isinstance(granted := asking.result(), LeaseGranted):
+                self._give_back(holder, request, granted)
+            raise
+        if isinstance(granted, NotGrantedError):
+            raise granted
+        try:
+            if not is_as_asked(request, granted, self.settings.block_size):
+                detail = f"{holder} granted tokens {granted.first_token} to {granted.num_tokens}, unasked"
+                raise NotGrantedError(detail, end=ReadEnd.OTHER)
+            yield granted
+        except BaseException:
+            self._give_back(holder, request, granted)
+            raise
+
+    async def _ask(
+        self, request: RequestLease, holder: WorkerId, traceparent: str, nobody_waits: asyncio.Event
+    ) -> LeaseGranted | NotGrantedError:
+        """Return the lease, or why there is none: a task of the service's group that raised would end the service. What
+        is granted when `nobody_waits` any more is given back."""
+        timeout_s = max(0.001, request.answer_within_ms / 1000)
+        try:
+            reply = await self.bus.ask(subjects.LEASE, (holder, request.reader), request, timeout_s, traceparent)
+        except BusError as error:
+            return NotGrantedError(f"{holder} did not answer: {error.reason}")
+        except Exception as error:  # noqa: BLE001  (one bad holder must not end the service)
+            return NotGrantedError(f"{type(error).__name__}: {error}", end=ReadEnd.OTHER)
+        if isinstance(reply, Refused):
+            end = ReadEnd.COMING if reply.reason is RefusalReason.COMING else ReadEnd.REFUSED
+            return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason, end)
+        if nobody_waits.is_set():
+            self._give_back(holder, request, reply)
+        return reply
+
+    def _give_back(self, holder: WorkerId, request: RequestLease, granted: LeaseGranted) -> None:
+        """Say that nobody reads under this lease. Whoever wanted to read does not wait until that is sent; where it is
+        lost the lease's time ends it."""
+        returned = ReturnLease(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            reader=request.reader,
+            lease_id=granted.lease_id,
+        )
+        self.outbox.put(subjects.RETURNED, (holder, returned.reader), returned)
+
+
+def _stopped(read: KVRead) -> ReadEnded:
+    """Return the end of a read that its worker has ended."""
+    return ReadEnded(read, ReadOutcome(0), ReadEnd.STOPPED)

@@ -1,0 +1,1 @@
+"""What a worker measures, and what it says of itself."""
