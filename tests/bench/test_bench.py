@@ -32,7 +32,7 @@ from services.bench.drive.http_client import (
 from services.bench.drive.meshes import AFFINITY, BOTH, CACHE_ONLY, RECOMPUTE, SPLIT, WHOLE, reuse_modes, rotated
 from services.bench.drive.random_model import LARGE_KV_SHAPE, make_model
 from services.bench.drive.sources import shares_of
-from services.bench.drive.stats import crossover, percentile, ratio, spread
+from services.bench.drive.stats import percentile, ratio, spread
 from services.bench.drive.workload import (
     TRACE_BLOCK,
     ReplayRequest,
@@ -47,7 +47,7 @@ from services.bench.drive.workload import (
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.errors import UserError
 from services.launch.supervisor import UpOptions
-from tests.bench import bench_crossover, bench_directory, bench_documents
+from tests.bench import bench_directory
 from tests.bench.bench_compression import agreement
 
 VOCAB = 1024
@@ -97,51 +97,6 @@ def test_ratio_and_spread_of_too_little() -> None:
     assert spread([1, 2, 3]) is None and spread([1, 2, 3, 4, 5]) == 2
 
 
-@pytest.mark.parametrize(
-    ("read", "computed", "expected"),
-    [
-        ([4, 4, 4, 4], [1, 2, 8, 16], math.sqrt(200 * 400)),  # 2× slower at 200, 2× quicker at 400: in the middle
-        ([1, 1, 1, 1], [2, 2, 2, 2], 100.0),  # quicker everywhere: the first
-        ([4, 4, 4, 4], [1, 1, 1, 1], None),  # nowhere
-        ([1, 4, 1, 1], [2, 2, 2, 2], math.sqrt(200 * 400)),  # once more slower: it counts from where it stays quicker
-        ([1, 1, 1, 2], [2, 2, 2, 2], None),  # a tie at the last is not quicker
-    ],
-)
-def test_crossover(read: list[float], computed: list[float], expected: float | None) -> None:
-    found = crossover([100, 200, 400, 800], read, computed)
-    assert found == (None if expected is None else pytest.approx(expected))
-
-
-@given(st.floats(1.05, 6), st.floats(150, 700))
-def test_crossover_finds_where_power_laws_cross(power: float, where: float) -> None:
-    lengths = [100, 200, 400, 800]
-    found = crossover(lengths, [1.0] * 4, [(length / where) ** power for length in lengths])
-    assert found == pytest.approx(where)
-
-
-def test_what_a_chooser_takes_for_the_crossover() -> None:
-    assert bench_crossover.choice_crossover([100, 400], [False, True]) == 200
-    assert bench_crossover.choice_crossover([100, 400], [True, True]) == 100
-    assert bench_crossover.choice_crossover([100, 400], [True, False]) is None
-    assert bench_crossover.choice_crossover([], []) is None
-
-
-def test_a_carriers_report_compares_the_policy_with_the_measurement() -> None:
-    samples = [
-        bench_crossover.CrossoverSample(
-            carrier="shm", length=length, read_ms=4, computed_ms=computed, cost_ms=9, chose_read=length >= 400
-        )
-        for length, computed in ((100, 2.0), (200, 8.0), (400, 16.0))
-        for _ in range(3)
-    ]
-    report = bench_crossover.carrier_report("shm", samples)
-    assert report.crossover_tokens == round(math.sqrt(100 * 200))
-    assert report.policy_crossover_tokens == round(math.sqrt(200 * 400))
-    assert report.policy_over_measured == 2.0
-    assert [row.lost_ms for row in report.rows] == [0, 4, 0]
-    assert not report.crossover_at_most
-
-
 # Options
 
 
@@ -154,8 +109,6 @@ def test_options_that_are_none() -> None:
     for text in ("", "a..b", "0..3", "5..4", "1..2..3"):
         with pytest.raises(UserError, match="--output"):
             parse_range(text, "--output")
-    with pytest.raises(UserError, match="pigeon"):
-        bench_crossover.parse_carriers("shm,pigeon")
     assert base_url("http://h:1/v1/") == base_url("http://h:1") == "http://h:1"
 
 
@@ -332,7 +285,7 @@ def test_a_made_up_trace_is_one() -> None:
     assert 0.3 < reusable_tokens(requests, 16) / sum(r.num_prompt_tokens for r in requests) < 0.95
 
 
-# Conversations and documents
+# Conversations
 
 
 def test_conversations_share_nothing_and_are_the_same_each_time() -> None:
@@ -402,29 +355,6 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     ]
     plot_turns(multiturn.rows_of(samples), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_questions_on_documents() -> None:
-    questions = bench_documents.make_questions(
-        random.Random(1), num_documents=3, document_tokens=50, num_questions=4, vocab_size=VOCAB
-    )
-    seen = set[tuple[int, ...]]()
-    for question in questions:
-        assert question.is_first == (question.prompt[:50] not in seen)
-        seen.add(question.prompt[:50])
-    assert len(questions) == 12 and len(seen) == 3 and len({q.prompt for q in questions}) == 12
-
-
-def test_rows_of_documents() -> None:
-    first, later = (bench_documents.DocumentQuestion(prompt=(1,), is_first=is_first) for is_first in (True, False))
-    answers = {
-        RECOMPUTE: [(first, completion(100)), (later, completion(100))],
-        BOTH: [(first, completion(90)), (later, completion(10)), (later, completion(30))],
-    }
-    recompute, both = bench_documents.rows_of(answers)
-    assert (recompute.first_ratio, recompute.later_ratio) == (1.0, 1.0)
-    assert (both.num_first, both.num_later, both.first_ratio, both.later_ratio) == (1, 2, 0.9, 0.2)
-    assert both.later_sources.prompt_tokens == 200
 
 
 # Replay

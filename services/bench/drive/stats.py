@@ -32,22 +32,3 @@ def spread(values: Sequence[float]) -> float | None:
     """Return the interquartile range; None for fewer than four values."""
     low, high = percentile(values, 25), percentile(values, 75)
     return None if len(values) < 4 or low is None or high is None else round(high - low, 2)
-
-
-def crossover(lengths: Sequence[int], costs: Sequence[float], rival_costs: Sequence[float]) -> float | None:
-    """Return the length from which `costs` stay below `rival_costs`; None where they are not below at the last length.
-
-    `lengths` ascend. Between two lengths the logarithm of the quotient is taken as linear in the logarithm of the
-    length. Where `costs` are below everywhere this is the first length.
-    """
-    logs = [math.log(cost / rival) for cost, rival in zip(costs, rival_costs, strict=True)]
-    if not logs or logs[-1] >= 0:
-        return None
-    first = len(logs) - 1
-    while first > 0 and logs[first - 1] < 0:
-        first -= 1
-    if first == 0:
-        return float(lengths[0])
-    before, after = math.log(lengths[first - 1]), math.log(lengths[first])
-    part = logs[first - 1] / (logs[first - 1] - logs[first])
-    return math.exp(before + (after - before) * part)
