@@ -65,22 +65,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     dtype: str
     num_layers: int
     num_kv_heads: int
-    """The heads that this worker holds: all, or its shard's."""
     head_dim: int
     block_size: int
     windows: tuple[int, ...] = ()
     """Per layer how many tokens a query sees, itself included; 0: all. Empty: all layers see all tokens."""
-    first_head: int = 0
-    """The first of the model's KV heads that this worker holds."""
-    total_kv_heads: int = 0
-    """The model's KV heads over all shards; 0: `num_kv_heads`."""
     whole_blocks: bool = False
     """A block's bytes are of use only together: how tokens and heads lie in it is its engine's own affair. Which
-    engine's, `weights` says. Raises ValueError for a shard."""
-
-    def __post_init__(self) -> None:
-        if self.whole_blocks and self.total_kv_heads not in (0, self.num_kv_heads):
-            raise ValueError(f"KV in whole blocks has all heads, not {self.num_kv_heads} of {self.total_kv_heads}")
+    engine's, `weights` says."""
 
     @cached_property
     def token_bytes(self) -> int:
@@ -119,19 +110,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest over the format version and every field but those that tell shards of one model apart, and
-        `whole_blocks`, which follows from `weights`."""
-        heads = self.total_kv_heads or self.num_kv_heads
+        """Hex digest over the format version and every field but `whole_blocks`, which follows from `weights`."""
+        heads = self.num_kv_heads
         parts = (self.weights, self.dtype, self.num_layers, heads, self.head_dim, self.block_size, self.windows)
         text = msgspec.json.encode((FORMAT_VERSION, parts))
         return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-    @cached_property
-    def block_format(self) -> str:
-        """Names all that a block's bytes depend on beside its content: the fingerprint, and of a shard its heads."""
-        if self.total_kv_heads in (0, self.num_kv_heads):
-            return self.fingerprint
-        return f"{self.fingerprint}-{self.first_head}-{self.num_kv_heads}"
 
     def padded(self, num_tokens: int) -> int:
         """Return how many tokens' slots cross where `num_tokens` are wanted: up to the block border where blocks are

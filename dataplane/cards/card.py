@@ -61,7 +61,7 @@ def rows_of(runs: SequenceRuns, frame: Frame) -> Rows:
     for first_byte, spans in runs.parts(frame):
         if id(spans) not in slots:
             ranges = [np.arange(slot, slot + count) for slot, count in spans]
-            slots[id(spans)] = np.concatenate([np.empty(0, np.int64), *ranges]) * runs.stride
+            slots[id(spans)] = np.concatenate([np.empty(0, np.int64), *ranges]) * runs.row_bytes
         starts.append((first_byte + slots[id(spans)]) // WORD_BYTES)
     return Rows(np.concatenate(starts), runs.row_bytes // WORD_BYTES)
 

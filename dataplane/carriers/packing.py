@@ -1,5 +1,5 @@
-"""How a frame's bytes cross a socket: as they lie in an arena, or compressed block by block (`memory/codec.py`). What
-does not lie in an arena as it crosses goes through a buffer."""
+"""How a frame's bytes cross a socket: as they lie in an arena, or compressed block by block (`memory/codec.py`), by way
+of a buffer."""
 
 import time
 from collections.abc import Iterable
@@ -22,13 +22,9 @@ class FramePacking:
 
     def pack(self, rows: FrameRows, data: Header, stats: TransferStats) -> FrameRows:
         """Return the frame's bytes as they cross; the next call may void them. Raises KVNotFiniteError."""
-        if self._crosses_as_it_lies(rows):
+        if self._codec is None:
             return rows
         started, payload = time.perf_counter_ns(), self._buffer.borrow(data.length)
-        if self._codec is None:
-            gather(rows, payload)
-            stats.copy_ns += time.perf_counter_ns() - started
-            return packed_rows(payload, data.length)
         parts = _parts_in_place(rows)
         if parts is None:
             staged = self._borrow_rows(data)
@@ -41,17 +37,13 @@ class FramePacking:
 
     def targets(self, rows: FrameRows, data: Header) -> Iterable[ByteArray]:
         """Return where a frame's bytes are to be received, in turn: in their place, or where `unpack` takes them."""
-        return rows.pieces() if self._crosses_as_it_lies(rows) else [self._buffer.borrow(data.length)]
+        return rows.pieces() if self._codec is None else [self._buffer.borrow(data.length)]
 
     def unpack(self, rows: FrameRows, data: Header, stats: TransferStats) -> None:
         """Put what was received in its place, if it is not there. Raises ProtocolError."""
-        if self._crosses_as_it_lies(rows):
+        if self._codec is None:
             return
         started, payload = time.perf_counter_ns(), self._buffer.borrow(data.length)
-        if self._codec is None:
-            scatter(payload, rows)
-            stats.copy_ns += time.perf_counter_ns() - started
-            return
         parts, staged = _parts_in_place(rows), self._borrow_rows(data)
         for part, packed in zip(parts or _parts(staged, data), self._packed_parts(payload, data), strict=True):
             try:
@@ -61,9 +53,6 @@ class FramePacking:
         if parts is None:
             scatter(staged, rows)
         stats.codec_ns += time.perf_counter_ns() - started
-
-    def _crosses_as_it_lies(self, rows: FrameRows) -> bool:
-        return self._codec is None and rows.is_contiguous
 
     def _borrow_rows(self, data: Header) -> ByteArray:
         return self._rows.borrow(self._extent.memory_bytes(data.num_layers, data.num_tokens))
@@ -75,7 +64,7 @@ class FramePacking:
 
 def _parts_in_place(rows: FrameRows) -> list[Rows] | None:
     """Return the frame's keys and values, layer by layer, or None: they do not lie in a piece each."""
-    is_whole = rows.is_contiguous and all(len(spans) == 1 for _, spans in rows.parts)
+    is_whole = all(len(spans) == 1 for _, spans in rows.parts)
     return rows.views() if is_whole else None
 
 

@@ -6,14 +6,12 @@ commits. While the reader copies, the holder digests the same bytes.
 
 import time
 
-from msgspec.structs import replace
-
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape, shape_of
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash
-from dataplane.memory.extent import Extent, heads_of
+from dataplane.memory.extent import Extent
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Accepted, Header, ProtocolError, TransferStats, encode_header
@@ -82,15 +80,13 @@ def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent, arena_byt
     """Return where the sequence lies in the holder's arena, which has `arena_bytes`, as the holder has said it.
     `shape`: the reader's. Raises ProtocolError."""
     layout = shape.layout
-    if accepted.heads != heads_of(layout):
-        layout = replace(layout, first_head=accepted.heads.first, num_kv_heads=accepted.heads.num_heads)
-    if len(accepted.num_blocks) != len(layout.groups) or not accepted.heads.holds(extent.heads):
-        raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
+    if len(accepted.num_blocks) != len(layout.groups):
+        raise ProtocolError(f"the holder names {len(accepted.num_blocks)} cache groups")
     try:
         holder_shape = shape_of(layout, accepted.num_blocks)
         if min(accepted.num_blocks) < 0 or holder_shape.arena_bytes > arena_bytes:  # before any table is looked at
             raise ProtocolError(f"the holder names {accepted.num_blocks} blocks in {arena_bytes} bytes")
-        source = SequenceRuns(holder_shape, accepted.tables, extent.heads)
+        source = SequenceRuns(holder_shape, accepted.tables)
     except ValueError as error:
         raise ProtocolError(f"blocks outside the holder's arena: {error}") from error
     if not source.covers(extent, extent.num_tokens):

@@ -64,10 +64,9 @@ class Landed:
 class ReadRequest:
     """Tokens [first_token, num_tokens) of what `ticket` names, to be put where `tables` have these positions.
 
-    `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `heads`: the first and how
-    many, counted over all shards; None: all that the reader's arena has. `wire_dtype`: how the bytes cross over tcp.
-    `content`: of lent blocks, what each must be. `stats` are filled as the read goes on, however it ends; their
-    `traceparent` is told to the holder.
+    `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `wire_dtype`: how the bytes
+    cross over tcp. `content`: of lent blocks, what each must be. `stats` are filled as the read goes on, however it
+    ends; their `traceparent` is told to the holder.
     """
 
     endpoint: Endpoint
@@ -77,7 +76,6 @@ class ReadRequest:
     first_token: int
     num_tokens: int
     deadline_s: float
-    heads: tuple[int, int] | None = None
     wire_dtype: WireDtype = "same"
     content: ExpectedContent | None = None
     stats: TransferStats = field(default_factory=TransferStats)
@@ -129,7 +127,6 @@ class Read:
             carrier=carrier,
             first_token=request.first_token,
             num_tokens=request.num_tokens,
-            heads=self.extent.heads,
             wire_dtype=self.extent.wire_dtype,
             names=names,
             traceparent=self.stats.traceparent,

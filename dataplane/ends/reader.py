@@ -21,7 +21,7 @@ from dataplane.ends.connections import Cancellation, IdleConnections, connect_ne
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import ArenaMissingError
 from dataplane.memory.checksum import FrameHash
-from dataplane.memory.extent import Extent, HeadRange, heads_of
+from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Accepted, Names, ProtocolError, TransferFailedError
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class PlaneReader:
-    """Reads KV into an arena of this shape. Any number of reads may run at once, each into memory of its own: blocks,
-    or heads.
+    """Reads KV into an arena of this shape. Any number of reads may run at once, each into blocks of its own.
 
     `is_stuck`: what a read had begun did not come to an end, and may still write to its blocks. Nobody may use them,
     and nothing but the end of this process helps. `secrets`: the holders', by which a holder proves what it says.
@@ -61,8 +60,8 @@ class PlaneReader:
     async def read_kv(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
         """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
 
-        Raises TransferFailedError, and ValueError when the arena has no such heads, `tables` not all these tokens, or
-        a block that is only whole of use would be cut.
+        Raises TransferFailedError, and ValueError when `tables` have not all these tokens, or a block that is only
+        whole of use would be cut.
         When it is cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody
         else.
         """
@@ -103,9 +102,8 @@ class PlaneReader:
     ) -> Landed:
         """Do the read on this thread. `on_started` is called on it. Raises as `read_kv`."""
         layout = self._shape.layout
-        heads = heads_of(layout) if request.heads is None else HeadRange(*request.heads)
-        target = SequenceRuns(self._shape, request.tables, heads)
-        wanted = Extent(layout, request.first_token, request.num_tokens, heads)
+        target = SequenceRuns(self._shape, request.tables)
+        wanted = Extent(layout, request.first_token, request.num_tokens)
         if not 0 <= request.first_token <= request.num_tokens or not target.covers(wanted, request.num_tokens):
             tokens = f"tokens {request.first_token} to {request.num_tokens}"
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")

@@ -15,7 +15,7 @@ from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, HolderEnd, KVArena, MemoryFailedError
 from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import KVNotFiniteError
-from dataplane.memory.extent import NO_HEADS, Extent, heads_of
+from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.gate import LeasedKV, LeaseGate, LeaseRefusedError, OpenLease
 from dataplane.protocol.reasons import FailCode, RefusalCode
@@ -175,16 +175,14 @@ class HolderStream:
 
     def _in_range(self, wanted: Open, kv: LeasedKV) -> tuple[SequenceRuns, Extent]:
         """Return where it lies and what is to be sent: all that is wanted. Raises a refusal."""
-        shape, held = self._context.shape, heads_of(self._context.shape.layout)
+        shape = self._context.shape
         if not 0 <= kv.first_token <= wanted.first_token <= wanted.num_tokens <= kv.num_tokens:
             reason = f"the lease is on tokens {kv.first_token} to {kv.num_tokens}"
             raise _RefusedError(RefusalCode.RANGE, reason)
-        if not held.holds(wanted.heads):
-            raise _RefusedError(RefusalCode.RANGE, f"this holder has {held.num_heads} heads from {held.first} on")
-        extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
+        extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.wire_dtype)
         if reason := extent.refusal():
             raise _RefusedError(RefusalCode.RANGE, reason)
-        source = SequenceRuns(shape, kv.tables, wanted.heads)
+        source = SequenceRuns(shape, kv.tables)
         if not source.covers(extent, kv.num_tokens):
             raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")
         return source, extent
@@ -294,15 +292,13 @@ class _Service:
             self._wire.finish_sending()
 
     def _accept(self) -> None:
-        heads, by_tables = heads_of(self._context.shape.layout), self._end.needs_ack
-        crosses_whole = self._extent.heads == heads and self._extent.wire_dtype == "same"
+        by_tables, crosses_whole = self._end.needs_ack, self._extent.wire_dtype == "same"
         accepted = Accepted(
             carrier=self.stats.carrier,
             nonce=self._proof.nonce,
             digest_kind=self._proof.digest_kind,
             names=self._end.names,
             num_blocks=self._context.shape.num_blocks if by_tables else (),
-            heads=heads if by_tables else NO_HEADS,
             tables=self._kv.tables if by_tables else (),
             content_tags=self.lease.content_tags() if crosses_whole else b"",
             traceparent=self.stats.traceparent,

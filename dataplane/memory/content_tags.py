@@ -34,7 +34,7 @@ class BlockContents:
     def __init__(self, arena: HostMemory, shape: ArenaShape, secrets: TicketSecrets) -> None:
         self.shape = shape
         self.secrets = secrets
-        self.format_digest = hashlib.blake2b(shape.layout.block_format.encode(), digest_size=16).digest()
+        self.format_digest = hashlib.blake2b(shape.layout.fingerprint.encode(), digest_size=16).digest()
         self._arena = arena
 
     def views(self, block: int) -> list[ByteArray]:

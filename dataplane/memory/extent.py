@@ -1,25 +1,10 @@
-"""What one stream carries of a sequence: which tokens of which layer, which heads, and in how many bytes. Pure."""
+"""What one stream carries of a sequence: which tokens of which layer, and in how many bytes. Pure."""
 
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from dataplane.blocks.layout import ITEM_BYTES, BlockTable, KVLayout, iter_blocks
+from dataplane.blocks.layout import BlockTable, KVLayout, iter_blocks
 from dataplane.memory.codec import BlockCodec, WireDtype
-
-
-class HeadRange(NamedTuple):
-    """A run of the model's KV heads, over all shards."""
-
-    first: int
-    num_heads: int
-
-    def holds(self, other: "HeadRange") -> bool:
-        """Say whether `other` is a range that lies in this one."""
-        end, other_end = self.first + self.num_heads, other.first + other.num_heads
-        return other.num_heads > 0 and self.first <= other.first and other_end <= end
-
-
-NO_HEADS = HeadRange(0, 0)
 
 
 class Frame(Protocol):
@@ -35,49 +20,36 @@ class Frame(Protocol):
     def num_tokens(self) -> int: ...
 
 
-def heads_of(layout: KVLayout) -> HeadRange:
-    """Return the heads that a worker with this layout holds."""
-    return HeadRange(layout.first_head, layout.num_kv_heads)
-
-
 class Extent:
-    """Tokens [first_token, num_tokens) of `heads`. Of layers with a window only what that can still see.
+    """Tokens [first_token, num_tokens). Of layers with a window only what that can still see.
 
-    `layout` is either end's: they differ in the heads held, which does not matter here. `group_starts`, `layer_starts`:
-    the first token that crosses. `row_bytes`: of one token's keys (or values) of these heads in one layer of an arena.
+    `group_starts`, `layer_starts`: the first token that crosses. `row_bytes`: of one token's keys (or values) in one
+    layer of an arena.
     `cut_tokens`: frames end at a multiple of so many tokens where they can, as a block that is cut needs two scales.
     `least_tokens`: of a frame; where blocks are only whole of use a block's, and then none is ever cut.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        first_token: int,
-        num_tokens: int,
-        heads: HeadRange,
-        wire_dtype: WireDtype = "same",
-    ) -> None:
+    def __init__(self, layout: KVLayout, first_token: int, num_tokens: int, wire_dtype: WireDtype = "same") -> None:
         size = layout.block_size
         self.layout = layout
         self.first_token = first_token
         self.num_tokens = num_tokens
-        self.heads = heads
         self.wire_dtype: WireDtype = wire_dtype
         needed = [layout.first_needed_block(group, num_tokens) for group in range(len(layout.groups))]
         self.group_starts = [max(first_token, block * size) for block in needed]
         self.layer_starts = [self.group_starts[group] for group in layout.group_of_layer]
-        self.row_bytes = heads.num_heads * layout.head_dim * ITEM_BYTES[layout.dtype]
+        self.row_bytes = layout.token_bytes
         self.codec: BlockCodec | None = None
         self.least_tokens = self.cut_tokens = size if layout.whole_blocks else 1
         if wire_dtype != "same":
-            self.codec = BlockCodec(wire_dtype, layout.dtype, heads.num_heads, layout.head_dim, size)
+            self.codec = BlockCodec(wire_dtype, layout.dtype, layout.num_kv_heads, layout.head_dim, size)
             self.cut_tokens = size
 
     def over_wire(self, wire_dtype: WireDtype) -> "Extent":
         """Return the same, with its bytes as they cross."""
         if wire_dtype == self.wire_dtype:
             return self
-        return Extent(self.layout, self.first_token, self.num_tokens, self.heads, wire_dtype)
+        return Extent(self.layout, self.first_token, self.num_tokens, wire_dtype)
 
     @property
     def least_bytes(self) -> int:
@@ -86,14 +58,12 @@ class Extent:
 
     def refusal(self) -> str:
         """Return why nobody can read this, as it would cut a block that is only whole of use; "": it cuts none."""
-        layout, (first_head, num_heads) = self.layout, self.heads
+        layout = self.layout
         if not layout.whole_blocks:
             return ""
         if self.first_token % layout.block_size or self.num_tokens % layout.block_size:
             tokens = f"tokens {self.first_token} to {self.num_tokens}"
             return f"{tokens} are no whole blocks of {layout.block_size}, and this KV has no other parts"
-        if self.heads != heads_of(layout):
-            return f"heads {first_head} to {first_head + num_heads}: this KV has no parts by head"
         if self.wire_dtype != "same":
             return f"wire_dtype {self.wire_dtype}: this KV crosses as it is"
         return ""

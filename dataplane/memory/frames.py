@@ -1,15 +1,12 @@
 """Where a frame's bytes lie in an arena, and how they are copied and digested.
 
-A frame's bytes are, layer by layer, the keys of its tokens and then their values, in the order of the tokens, of each
-token the heads asked for: the same on both ends however each has cut them into segments and shards. Its digest is
-over them in this order.
+A frame's bytes are, layer by layer, the keys of its tokens and then their values, in the order of the tokens: the same
+on both ends however each has cut them into segments. Its digest is over them in this order.
 """
 
-import math
 import mmap
 import time
 from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,15 +16,13 @@ from dataplane.blocks.layout import SlotSpan
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import Hasher
 from dataplane.memory.extent import Frame
-from dataplane.memory.rows import Int64s, Part, SequenceRuns
+from dataplane.memory.rows import Part, SequenceRuns
 
 PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
-STAGED_BYTES = 256 << 10
-"""The same of parts of rows, which make a stop on their way."""
 
 Rows = npt.NDArray[np.uint8]
-"""[token, byte]. Contiguous where all heads of the arena are meant, else a part of each of its rows."""
+"""[token, byte]."""
 
 
 class CopyTimes(Protocol):
@@ -38,55 +33,22 @@ class CopyTimes(Protocol):
 
 
 class FrameRows(NamedTuple):
-    """A frame's rows in host memory. `stride`: from a row to the next."""
+    """A frame's rows in host memory; those of neighbouring slots follow each other."""
 
     array: ByteArray
     parts: list[Part]
     row_bytes: int
-    stride: int
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Say whether rows of neighbouring slots follow each other: all heads of the arena are meant."""
-        return self.stride == self.row_bytes
 
     def views(self) -> list[Rows]:
         """Return the rows as views, one for each span."""
-        strides = (self.stride, 1)
-        return [
-            np.ndarray((num_rows, self.row_bytes), np.uint8, self.array, first_byte + slot * self.stride, strides)
-            for first_byte, spans in self.parts
-            for slot, num_rows in spans
-        ]
+        return [piece.reshape(-1, self.row_bytes) for piece in self.pieces()]
 
     def pieces(self) -> Iterator[ByteArray]:
-        """Yield the bytes piece by piece, a piece until the next one."""
-        if self.is_contiguous:
-            for first_byte, spans in self.parts:
-                for slot, num_rows in spans:
-                    at = first_byte + slot * self.stride
-                    yield self.array[at : at + num_rows * self.stride]
-        else:
-            memory, indices = self.cells(self.cell_bytes)
-            yield from (cells.view(np.uint8) for cells, _ in _staged(memory, indices))
-
-    @property
-    def cell_bytes(self) -> int:
-        """The largest size of cells of which all rows are made, and what lies between them."""
-        return math.gcd(self.row_bytes, self.stride, *(first_byte for first_byte, _ in self.parts))
-
-    def cells(self, size: int) -> tuple[npt.NDArray[np.void], Int64s]:
-        """Return the memory as cells of this size, and which of them are the frame's, in its order."""
-        of_row = np.arange(self.row_bytes // size)
-        of_spans: dict[int, Int64s] = {}
-        indices: list[Int64s] = []
+        """Yield the bytes, a piece for each span."""
         for first_byte, spans in self.parts:
-            if id(spans) not in of_spans:
-                slots = np.fromiter(chain.from_iterable(range(slot, slot + num) for slot, num in spans), np.int64)
-                of_spans[id(spans)] = (slots[:, np.newaxis] * (self.stride // size) + of_row).reshape(-1)
-            indices.append(of_spans[id(spans)] + first_byte // size)
-        memory = self.array[: self.array.nbytes // size * size]
-        return memory.view(f"V{size}"), np.concatenate(indices)
+            for slot, num_rows in spans:
+                at = first_byte + slot * self.row_bytes
+                yield self.array[at : at + num_rows * self.row_bytes]
 
 
 class Memory(Protocol):
@@ -117,7 +79,7 @@ class SequenceMemory:
 
     def rows(self, frame: Frame) -> FrameRows:
         """Return where the frame's bytes are."""
-        return FrameRows(self.array, self.runs.parts(frame), self.runs.row_bytes, self.runs.stride)
+        return FrameRows(self.array, self.runs.parts(frame), self.runs.row_bytes)
 
     def written(self, frame: Frame) -> None:
         """It is where it belongs."""
@@ -148,7 +110,7 @@ def packed_rows(array: ByteArray, row_bytes: int, num_parts: int = 1) -> FrameRo
     """Return rows that fill the array, one behind the other."""
     num_rows = array.nbytes // row_bytes // num_parts
     spans = [SlotSpan(0, num_rows)]
-    return FrameRows(array, [(part * num_rows * row_bytes, spans) for part in range(num_parts)], row_bytes, row_bytes)
+    return FrameRows(array, [(part * num_rows * row_bytes, spans) for part in range(num_parts)], row_bytes)
 
 
 def gather(source: FrameRows, target: ByteArray) -> None:
@@ -194,13 +156,6 @@ def copy(source: FrameRows, target: FrameRows, times: CopyTimes, hasher: Hasher 
 
 def _copied(source: FrameRows, target: FrameRows) -> Iterator[ByteArray]:
     """Copy the rows; yield what has arrived, piece by piece, a piece until the next one."""
-    if not source.is_contiguous or not target.is_contiguous:  # what is digested lies in one piece
-        size = math.gcd(source.cell_bytes, target.cell_bytes)
-        (memory, indices), (target_memory, target_indices) = source.cells(size), target.cells(size)
-        for cells, at in _staged(memory, indices):
-            np.put(target_memory, target_indices[at : at + len(cells)], cells, mode="clip")
-            yield cells.view(np.uint8)
-        return
     row_bytes = source.row_bytes
     pairs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for (first_byte, spans), (target_byte, target_spans) in zip(source.parts, target.parts, strict=True):
@@ -228,14 +183,3 @@ def _pairs(spans: list[SlotSpan], others: list[SlotSpan], max_rows: int) -> list
             slot, num_rows = slot + size, num_rows - size
             other_slot, num_others = other_slot + size, num_others - size
     return pairs
-
-
-def _staged(memory: npt.NDArray[np.void], indices: Int64s) -> Iterator[tuple[npt.NDArray[np.void], int]]:
-    """Yield these cells one behind the other, as many as are staged at once, until the next, and which the first is."""
-    size = memory.itemsize
-    staging = Staging().borrow(max(size, STAGED_BYTES // size * size)).view(memory.dtype)
-    for at in range(0, len(indices), len(staging)):
-        taken = indices[at : at + len(staging)]
-        cells = staging[: len(taken)]
-        np.take(memory, taken, out=cells, mode="clip")  # "clip", here and above: into `out` itself; none is outside
-        yield cells, at

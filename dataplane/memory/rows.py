@@ -1,22 +1,21 @@
 """Where a frame's rows lie in an arena. Pure.
 
-A row is one token's keys (or values) of the heads asked for in one layer. A frame's rows are, layer by layer, the
-keys of its tokens and then their values, in the order of the tokens: the same on both ends, however each has cut them
-into segments and shards. `frames.py` makes views of host memory from it.
+A row is one token's keys (or values) in one layer. A frame's rows are, layer by layer, the keys of its tokens and then
+their values, in the order of the tokens: the same on both ends, however each has cut them into segments. `frames.py`
+makes views of host memory from it.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.blocks.layout import (
-    ITEM_BYTES,
     ArenaShape,
     BlockTables,
     SlotSpan,
     num_blocks_for,
     slot_spans,
 )
-from dataplane.memory.extent import Extent, Frame, HeadRange, first_kept_block, heads_of
+from dataplane.memory.extent import Extent, Frame, first_kept_block
 
 Int64s = npt.NDArray[np.int64]
 
@@ -27,23 +26,13 @@ slots they lie, one object for all parts of which it is the same."""
 
 
 class SequenceRuns:
-    """Where some heads of one sequence's tokens lie in an arena of this shape: all that it holds, by default.
+    """Where one sequence's tokens lie in an arena of this shape. `row_bytes`: of a row. Raises ValueError when there
+    are no such blocks."""
 
-    `row_bytes`: of a row. `stride`: from a row to the next. Raises ValueError when there are no such blocks or heads.
-    """
-
-    def __init__(self, shape: ArenaShape, tables: BlockTables, heads: HeadRange | None = None) -> None:
-        layout = shape.layout
-        heads = heads_of(layout) if heads is None else heads
-        if not heads_of(layout).holds(heads):
-            raise ValueError(f"{heads} of {heads_of(layout)}")
+    def __init__(self, shape: ArenaShape, tables: BlockTables) -> None:
         _check_tables(shape, tables)
-        head_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
         self.shape = shape
-        self.stride = layout.token_bytes
-        self.row_bytes = heads.num_heads * head_bytes
-        self.row_offset = (heads.first - layout.first_head) * head_bytes
-        """Bytes of a token's row in the arena that come before the heads asked for."""
+        self.row_bytes = shape.layout.token_bytes
         self._tables = tables
         self._slot_spans: dict[int, tuple[int, int, list[SlotSpan]]] = {}
         """By cache group, those of the last frame: the next layers have the same."""
@@ -65,8 +54,7 @@ class SequenceRuns:
         parts: list[Part] = []
         for layer in range(frame.layer, frame.layer + frame.num_layers):
             spans = self._spans(self.shape.layout.group_of_layer[layer], frame)
-            for first_byte in self.shape.first_bytes[layer]:
-                parts.append((first_byte + self.row_offset, spans))
+            parts += [(first_byte, spans) for first_byte in self.shape.first_bytes[layer]]
         return parts
 
     def _spans(self, group: int, frame: Frame) -> list[SlotSpan]:

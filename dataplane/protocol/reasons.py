@@ -18,7 +18,7 @@ class RefusalCode(enum.StrEnum):
     CARRIER = "carrier"
     """It is not offered, or cannot be set up: another may do."""
     RANGE = "range"
-    """The lease is on other tokens, the holder has other heads, or a block that is only whole of use would be cut."""
+    """The lease is on other tokens, or a block that is only whole of use would be cut."""
     BUSY = "busy"
     CLOSING = "closing"
     INTERNAL = "internal"

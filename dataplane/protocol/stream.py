@@ -1,6 +1,6 @@
 """The one stream protocol of every carrier, without I/O: what is said, its limits, what comes next, what to believe.
 
-    reader → Open                     the ticket, the layout's fingerprint, which tokens of which heads are wanted
+    reader → Open                     the ticket, the layout's fingerprint, which tokens are wanted
     holder → Accepted | Refused
     holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
     reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
@@ -34,11 +34,11 @@ from dataplane import limits
 from dataplane.blocks.layout import BlockTables
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
-from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
+from dataplane.memory.extent import Extent
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from schemas.kv import ReadEnd
 
-VERSION = 6
+VERSION = 7
 
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBBIHHIII16s")
@@ -162,7 +162,7 @@ def decoded_by_threads(cls: type[BodyT]) -> type[BodyT]:
 
 @decoded_by_threads
 class Open(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
+    """Asks for tokens [first_token, num_tokens) of what the ticket names.
 
     `nonce`: of this stream alone. `names`: what this carrier's holder needs to know, where it needs anything.
     """
@@ -173,7 +173,6 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     carrier: str
     first_token: int
     num_tokens: int
-    heads: HeadRange
     wire_dtype: WireDtype = "same"
     names: Names | None = None
     version: int = VERSION
@@ -183,18 +182,16 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
 
 @decoded_by_threads
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks`,
-    `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena where the tokens
-    lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier needs any.
-    `content_tags`: of blocks that are lent (`memory/content_tags.py`), joined; none where it is not whole blocks that
-    arrive."""
+    """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks` and
+    `tables` tell a reader that copies from the holder's arena where the tokens lie in it; to others they are not told.
+    `names`: by which that memory is opened, where its carrier needs any. `content_tags`: of blocks that are lent
+    (`memory/content_tags.py`), joined; none where it is not whole blocks that arrive."""
 
     carrier: str
     nonce: str
     digest_kind: DigestKind | None = None
     names: Names | None = None
     num_blocks: tuple[int, ...] = ()
-    heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
     content_tags: bytes = b""
     traceparent: str = ""

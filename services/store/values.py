@@ -40,8 +40,8 @@ class BlockValues:
         layout = contents.shape.layout
         self.contents = contents
         self.value_bytes = HEADER_BYTES + layout.block_bytes
-        self.identity = f"{layout.block_format}.v{FORMAT_VERSION}"
-        self.earlier = (layout.block_format,)  # of formats 1 and 2
+        self.identity = f"{layout.fingerprint}.v{FORMAT_VERSION}"
+        self.earlier = (layout.fingerprint,)  # of formats 1 and 2
         self._num_bytes = layout.block_bytes
 
     def pack(self, key: StoreKey, block: int, tag: bytes) -> bytearray:

@@ -63,8 +63,6 @@ ONE_BLOCK_GOAL, AT_ONCE_GOAL_US = 2, 80
 """Of one block alone as a multiple of the socket's round trip, and of each of many."""
 NUM_AT_ONCE = 64
 CIPHER = FrameHash("aes256gcm", bytes(32))
-HEADS = (8, 4, 2)
-"""How many heads a read asks for, where the readers hold all, a half or a quarter of them."""
 
 
 @dataclass
@@ -220,15 +218,14 @@ class Bench:
     def copy(self) -> None:
         np.copyto(self.target, self.source)
 
-    def copies(self, heads: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return where each block's keys and values of so many heads go and come from, in the order of a frame, where
-        the blocks are scattered: what memory allows at best, by one thread."""
-        of_block = (self.num_blocks, LAYOUT.block_size, LAYOUT.num_kv_heads, -1)
+    def copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return where each block's keys and values go and come from, in the order of a frame, where the blocks are
+        scattered: what memory allows at best, by one thread."""
+        of_block = (self.num_blocks, LAYOUT.block_size, -1)
         order = (block_ids(self.kept[SCATTERED].reader[0].segments), block_ids(self.kept[SCATTERED].holder[0].segments))
         parts = [array.reshape(2 * LAYOUT.num_layers, *of_block) for array in (self.target, self.source)]
         return [
-            (parts[0][part, target, :, first : first + heads], parts[1][part, source, :, first : first + heads])
-            for first in range(0, LAYOUT.num_kv_heads, heads)
+            (parts[0][part, target], parts[1][part, source])
             for part in range(2 * LAYOUT.num_layers)
             for target, source in zip(*order, strict=True)
         ]
@@ -245,7 +242,6 @@ class Bench:
         which: int,
         carrier: str,
         mode: Mode,
-        heads: tuple[int, int] | None = None,
         wire_dtype: WireDtype = "same",
         tables: BlockTables | None = None,
     ) -> TransferStats:
@@ -258,7 +254,6 @@ class Bench:
             first_token=0,
             num_tokens=num_tokens_of(kept),
             deadline_s=60,
-            heads=heads,
             wire_dtype=wire_dtype,
         )
         return self.readers[which].read_blocking(request).stats
@@ -273,32 +268,19 @@ class Bench:
         cases["AES-256-GCM alone, one thread"] = lambda: CIPHER.encrypted(1, [self.source], self.target)
         return cases
 
-    def shard_cases(self) -> dict[str, Callable[[], object]]:
-        """The same bytes from a holder of all heads, as readers that hold a half or a quarter of them take them."""
-        return {
-            f"{carrier}, {LAYOUT.num_kv_heads // size} × {size} heads": lambda c=carrier, n=size: [
-                self.read(IN_A_RUN, c, Mode.DIGESTS, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
-            ]
-            for carrier in ("shm", "tcp")
-            for size in (4, 2)
-        }
-
     def scattered_cases(self) -> dict[str, Callable[[], object]]:
         """The same where every block lies elsewhere: by `name_scattered`."""
         cases: dict[str, Callable[[], object]] = {}
-        for size in HEADS:
-            pairs = self.copies(size)
-            cases[name_scattered("copy", size)] = lambda pairs=pairs: copy_pieces(pairs)
-            for carrier in ("shm", "tcp"):
-                cases[name_scattered(carrier, size)] = lambda c=carrier, n=size: [
-                    self.read(SCATTERED, c, Mode.DIGESTS, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
-                ]
+        pairs = self.copies()
+        cases[name_scattered("copy")] = lambda: copy_pieces(pairs)
+        for carrier in ("shm", "tcp"):
+            cases[name_scattered(carrier)] = lambda c=carrier: self.read(SCATTERED, c, Mode.DIGESTS)
         cases[name_scattered("shm without digests")] = lambda: self.read(SCATTERED, "shm", Mode.NO_DIGESTS)
         return cases
 
     def compressed_cases(self) -> dict[str, Callable[[], TransferStats]]:
         dtypes: tuple[WireDtype, ...] = ("int8", "fp8")
-        return {f"tcp, {dtype}": lambda d=dtype: self.read(IN_A_RUN, "tcp", Mode.DIGESTS, None, d) for dtype in dtypes}
+        return {f"tcp, {dtype}": lambda d=dtype: self.read(IN_A_RUN, "tcp", Mode.DIGESTS, d) for dtype in dtypes}
 
     def latency_cases(self) -> dict[str, Callable[[], object]]:
         small = np.empty(64 << 10, np.uint8)
@@ -332,8 +314,8 @@ def copy_pieces(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(target, source)
 
 
-def name_scattered(what: str, heads: int = LAYOUT.num_kv_heads) -> str:
-    return f"scattered, {what}" if heads == LAYOUT.num_kv_heads else f"scattered, {what}, {heads} heads at a time"
+def name_scattered(what: str) -> str:
+    return f"scattered, {what}"
 
 
 def name(carrier: str, mode: Mode) -> str:
@@ -430,7 +412,7 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bench = Bench(num_blocks, endpoints, raw)
     compressed = bench.compressed_cases()
-    cases = bench.throughput_cases() | bench.shard_cases() | bench.scattered_cases() | compressed
+    cases = bench.throughput_cases() | bench.scattered_cases() | compressed
     seconds = measure(cases, num_rounds)
     wire_bytes = {case: read().num_wire_bytes for case, read in compressed.items()}
     latency = measure(bench.latency_cases(), 20 * num_rounds)
@@ -445,13 +427,10 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
         speed["NIXL, defaults"] = bench.num_bytes / 2**30 / nixl.in_a_run
         speed[name_scattered("NIXL")] = bench.num_bytes / 2**30 / nixl.scattered
         latency["NIXL"] = nixl.one
-    scattered: dict[str, float | None] = {
-        f"shm_of_copy{suffix}": speed[name_scattered("shm", size)] / speed[name_scattered("copy", size)]
-        for size, suffix in zip(HEADS, ("", "_half", "_quarter"), strict=True)
-    }
     expected = 1 / (1 / speed[name("tcp", Mode.NO_DIGESTS)] + 1 / speed["AES-256-GCM alone, one thread"])
     unproved = speed[name_scattered("shm without digests")]
-    scattered |= {
+    scattered: dict[str, float | None] = {
+        "shm_of_copy": speed[name_scattered("shm")] / speed[name_scattered("copy")],
         "shm_without_digests_of_copy": unproved / speed[name_scattered("copy")],
         "tcp_of_socket": speed[name_scattered("tcp")] / speed["raw socket"],
         "shm_of_nixl": nixl and speed[name_scattered("shm")] / speed[name_scattered("NIXL")],

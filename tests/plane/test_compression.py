@@ -10,7 +10,7 @@ import pytest
 from dataplane.blocks.layout import KVLayout
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory.codec import WireDtype
-from dataplane.memory.extent import Extent, heads_of
+from dataplane.memory.extent import Extent
 from dataplane.protocol.stream import (
     Accepted,
     FramePlanner,
@@ -29,7 +29,7 @@ from tests.plane.test_strangers import END, commit, hears, impostor, knock, open
 LAYOUT = KVLayout(weights="w", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=32, block_size=16)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 PACKED = ("int8", "fp8")
-SMALL = Extent(layout=LAYOUT, first_token=0, num_tokens=100, heads=heads_of(LAYOUT), wire_dtype="int8")
+SMALL = Extent(layout=LAYOUT, first_token=0, num_tokens=100, wire_dtype="int8")
 
 
 def normal_kv(layout: KVLayout, num_tokens: int = 300) -> KV:
@@ -178,9 +178,7 @@ def test_network_that_damages(holder: Holder, target: Target, wire_dtype: str, a
 @pytest.mark.parametrize("wire_dtype", PACKED)
 def test_length_is_checked_before_anything_is_written(holder: Holder, target: Target, wire_dtype: WireDtype) -> None:
     target.array[:] = 0xAB
-    right = Extent(
-        layout=LAYOUT, first_token=0, num_tokens=300, heads=heads_of(LAYOUT), wire_dtype=wire_dtype
-    ).payload_bytes(3, 0, 300)
+    right = Extent(layout=LAYOUT, first_token=0, num_tokens=300, wire_dtype=wire_dtype).payload_bytes(3, 0, 300)
     for length in (right - 1, right + 1, 300 * 3 * 2 * LAYOUT.token_bytes, 0):
         head = encode_header(Header(Kind.DATA, 1, 0, 3, 0, 300, length))
         accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))
@@ -194,7 +192,7 @@ def test_length_is_checked_before_anything_is_written(holder: Holder, target: Ta
 
 @anywhere
 def test_scale_that_cannot_be_is_refused_where_nobody_digests(holder: Holder, target: Target) -> None:
-    extent = Extent(layout=LAYOUT, first_token=0, num_tokens=300, heads=heads_of(LAYOUT), wire_dtype="int8")
+    extent = Extent(layout=LAYOUT, first_token=0, num_tokens=300, wire_dtype="int8")
     payload = bytearray(extent.payload_bytes(3, 0, 300))
     payload[:4] = np.array([np.nan], "<f4").tobytes()
     head = encode_header(Header(Kind.DATA, 1, 0, 3, 0, 300, len(payload)))
@@ -236,10 +234,9 @@ def test_unknown_compression_is_no_open_of_ours(holder: Holder) -> None:
 @anywhere
 async def test_read_takes_the_dtype(holder: Holder, target: Target) -> None:
     holder.compute_all()
-    request = target.request(holder.endpoint, holder.ticket(), "tcp", 300, heads=(1, 1), wire_dtype="int8")
+    request = target.request(holder.endpoint, holder.ticket(), "tcp", 300, wire_dtype="int8")
     landed = await target.reader.read_kv(request)
     assert landed.stats.wire_dtype == "int8"
-    assert landed.stats.num_bytes == 300 * 2 * 3 * LAYOUT.token_bytes // 2
+    assert landed.stats.num_bytes == 300 * 2 * 3 * LAYOUT.token_bytes
     numbers, exact = (as_numbers(kv, LAYOUT) for kv in (target.landed(300), holder.kv))
-    assert not numbers[..., :32].any(), "the other head is not touched"
-    assert (abs(numbers - exact)[..., 32:] < 0.03).all()
+    assert (abs(numbers - exact) < 0.03).all()

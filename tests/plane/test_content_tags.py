@@ -73,16 +73,6 @@ def test_the_same_bytes_are_no_other_content(content: Content, layout: KVLayout,
     assert not contents(layout=layout, secrets=secrets).is_right(content, 2, contents().tag(CONTENT, 2))
 
 
-def test_a_shard_of_heads_is_another_format() -> None:
-    def shard(first_head: int) -> KVLayout:
-        return KVLayout(
-            weights="w", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=8, block_size=8,
-            first_head=first_head, total_kv_heads=2,
-        )  # fmt: skip
-
-    assert not contents(layout=shard(1)).is_right(CONTENT, 2, contents(layout=shard(0)).tag(CONTENT, 2))
-
-
 def test_an_earlier_secret_is_believed_while_it_stays() -> None:
     tag = contents().tag(CONTENT, 2)
     assert contents(secrets=TicketSecrets([b"the next secret", SECRET])).is_right(CONTENT, 2, tag)

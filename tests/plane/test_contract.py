@@ -198,5 +198,3 @@ def test_too_small_a_target_is_the_callers_error(carrier: str, holder: Holder, t
             target.read_from(holder, carrier, tables=(table,))
     with pytest.raises(ValueError, match="no such blocks"):
         target.read_from(holder, carrier, tables=(BlockTable((Segment(40, 20),)),))
-    with pytest.raises(ValueError, match="HeadRange"):
-        target.read_from(holder, carrier, heads=(1, 2))

@@ -128,13 +128,6 @@ def test_fingerprint_covers_every_field_but_the_shard_s(field: str) -> None:
     assert msgspec.structs.replace(LAYOUT, **{field: changed}).fingerprint != LAYOUT.fingerprint
 
 
-def test_shards_of_one_model_have_one_fingerprint() -> None:
-    whole = msgspec.structs.replace(LAYOUT, num_kv_heads=8)
-    shards = [msgspec.structs.replace(LAYOUT, num_kv_heads=4, first_head=first, total_kv_heads=8) for first in (0, 4)]
-    assert {shard.fingerprint for shard in shards} == {whole.fingerprint}
-    assert LAYOUT.fingerprint != whole.fingerprint
-
-
 @given(st.integers(0, 100))
 def test_whole_blocks_end_at_a_border(num_tokens: int) -> None:
     whole = msgspec.structs.replace(LAYOUT, whole_blocks=True)
@@ -142,11 +135,6 @@ def test_whole_blocks_end_at_a_border(num_tokens: int) -> None:
     assert whole.usable(num_tokens) == num_tokens // 16 * 16
     assert LAYOUT.padded(num_tokens) == LAYOUT.usable(num_tokens) == num_tokens
     assert whole.fingerprint == LAYOUT.fingerprint, "the name of their format is part of `weights`"
-
-
-def test_a_shard_has_no_whole_blocks() -> None:
-    with pytest.raises(ValueError, match="has all heads, not 2 of 4"):
-        msgspec.structs.replace(LAYOUT, whole_blocks=True, total_kv_heads=4)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import hypothesis.strategies as st
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayou
 from dataplane.cards.card import WORD_BYTES, rows_of, unsuited
 from dataplane.memory import frames
 from dataplane.memory.checksum import Sum64, sum64
-from dataplane.memory.extent import Extent, HeadRange, heads_of
+from dataplane.memory.extent import Extent
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Header, Kind, TransferStats
@@ -25,28 +24,19 @@ quick = settings(max_examples=examples(150), deadline=None)
 
 class Case(NamedTuple):
     data: Header
-    heads: HeadRange
     source: tuple[ArenaShape, BlockTables]
     target: tuple[ArenaShape, BlockTables]
     seed: int
 
     def place(self, end: tuple[ArenaShape, BlockTables]) -> SequenceRuns:
-        return SequenceRuns(*end, self.heads)
+        return SequenceRuns(*end)
 
     def memory(self, end: tuple[ArenaShape, BlockTables], seed: int) -> SequenceMemory:
-        return SequenceMemory(random_bytes(end[0].arena_bytes, seed), SequenceRuns(*end, self.heads))
+        return SequenceMemory(random_bytes(end[0].arena_bytes, seed), SequenceRuns(*end))
 
 
 def random_bytes(size: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-def sharded(draw: st.DrawFn, end: tuple[ArenaShape, BlockTables], heads: HeadRange) -> tuple[ArenaShape, BlockTables]:
-    """Return the same blocks of a shard that has at least these heads."""
-    first = draw(st.integers(0, heads.first))
-    num_heads = draw(st.integers(heads.first + heads.num_heads - first, NUM_HEADS - first))
-    layout = msgspec.structs.replace(end[0].layout, first_head=first, num_kv_heads=num_heads)
-    return ArenaShape(layout=layout, num_blocks=end[0].num_blocks), end[1]
 
 
 @st.composite
@@ -61,19 +51,15 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=HEAD_DIM,
         block_size=4,
         windows=windows,
-        total_kv_heads=NUM_HEADS,
     )
     num_tokens = draw(st.integers(1, 60))
-    wanted = Extent(layout, draw(st.integers(0, num_tokens - 1)), num_tokens, heads_of(layout))
+    wanted = Extent(layout, draw(st.integers(0, num_tokens - 1)), num_tokens)
     layer = draw(st.integers(0, len(windows) - 1))
     num_layers = draw(st.integers(1, len(windows) - layer))
     first_token = draw(st.integers(max(wanted.layer_starts[layer : layer + num_layers]), num_tokens))
     end_token = draw(st.integers(first_token, num_tokens))
     data = Header(Kind.DATA, 0, layer, num_layers, first_token, end_token - first_token)
-    first_head = draw(st.integers(0, NUM_HEADS - 1))
-    heads = HeadRange(first_head, draw(st.integers(1, NUM_HEADS - first_head)))
-    ends = [sharded(draw, draw(tables(layout, wanted)), heads) for _ in range(2)]
-    return Case(data, heads, ends[0], ends[1], draw(st.integers(0, 999)))
+    return Case(data, draw(tables(layout, wanted)), draw(tables(layout, wanted)), draw(st.integers(0, 999)))
 
 
 @quick
@@ -117,12 +103,6 @@ def test_layouts_that_suit_a_card(head_dim: int, dtype: str, suits: bool) -> Non
 def test_blocks_that_the_arena_does_not_have(segment: Segment) -> None:
     with pytest.raises(ValueError, match="no such blocks"):
         SequenceRuns(uniform_shape(layout_of(64), 4), (BlockTable((segment,)),))
-
-
-@pytest.mark.parametrize("heads", [HeadRange(0, 0), HeadRange(-1, 1), HeadRange(1, 2), HeadRange(2, 1)])
-def test_heads_that_the_arena_does_not_have(heads: HeadRange) -> None:
-    with pytest.raises(ValueError, match="HeadRange"):
-        SequenceRuns(uniform_shape(layout_of(64), 4), (BlockTable((Segment(0, 4),)),), heads)
 
 
 @pytest.mark.parametrize(("first_token", "num_tokens"), [(0, 17), (15, 4), (60, 5), (64, 1), (200, 8)])

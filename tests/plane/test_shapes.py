@@ -28,7 +28,7 @@ from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory import frames
 from dataplane.memory.checksum import FrameHash
 from dataplane.memory.codec import BlockCodec
-from dataplane.memory.extent import Extent, first_kept_block, heads_of
+from dataplane.memory.extent import Extent, first_kept_block
 from dataplane.memory.frames import FrameRows
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, KV, LAYOUT, Holder, Target, running, write_kv
@@ -42,14 +42,10 @@ quick = settings(max_examples=examples(40), deadline=None, suppress_health_check
 
 class Case(NamedTuple):
     layout: KVLayout
-    """Of all heads."""
     first_token: int
     num_tokens: int
     source: tuple[ArenaShape, BlockTables]
     target: tuple[ArenaShape, BlockTables]
-    num_sources: int
-    """Shards of the holder's model, and of the reader's."""
-    num_targets: int
     frame_bytes: int
     seed: int
 
@@ -82,44 +78,30 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=HEAD_DIM,
         block_size=BLOCK,
         windows=windows if any(windows) else draw(st.sampled_from([(), windows])),
-        total_kv_heads=NUM_HEADS,
     )
     num_tokens = draw(st.integers(0, 60))
     first_token = draw(st.integers(0, num_tokens))
-    wanted = Extent(layout=layout, first_token=first_token, num_tokens=num_tokens, heads=heads_of(layout))
+    wanted = Extent(layout=layout, first_token=first_token, num_tokens=num_tokens)
     return Case(
         layout,
         first_token,
         num_tokens,
         draw(tables(layout, wanted)),
         draw(tables(layout, wanted)),
-        draw(st.sampled_from([1, 2, 4])),
-        draw(st.sampled_from([1, 2, 4])),
         draw(st.sampled_from([64, 1000, 1 << 20])),
         draw(st.integers(0, 1000)),
     )
 
 
-def shards(shape: ArenaShape, num_shards: int) -> list[ArenaShape]:
-    """Return each shard's arena: the same blocks, a part of the heads."""
-    size = NUM_HEADS // num_shards
-    parts = [msgspec.structs.replace(shape.layout, first_head=i * size, num_kv_heads=size) for i in range(num_shards)]
-    return [ArenaShape(layout=part, num_blocks=shape.num_blocks) for part in parts]
-
-
-def bytes_of_heads(layout: KVLayout) -> slice:
-    return slice(layout.first_head * HEAD_BYTES, (layout.first_head + layout.num_kv_heads) * HEAD_BYTES)
-
-
 @contextlib.contextmanager
-def holding(carrier: str, case: Case, kv: KV, shape: ArenaShape) -> Iterator[Holder]:
-    """A holder of this shard of `kv`, all computed: in a ring the last round has overwritten the earlier ones."""
-    part = np.ascontiguousarray(kv[..., bytes_of_heads(shape.layout)])
-    holder = Holder((carrier,), case.num_tokens, shape=shape, tables=case.source[1], kv=part)
+def holding(carrier: str, case: Case, kv: KV) -> Iterator[Holder]:
+    """A holder of `kv`, all computed: in a ring the last round has overwritten the earlier ones."""
+    shape = case.source[0]
+    holder = Holder((carrier,), case.num_tokens, shape=shape, tables=case.source[1], kv=kv)
     try:
         for layer in range(shape.layout.num_layers):
             start = case.source[1][shape.layout.group_of_layer[layer]].first_block * BLOCK
-            write = functools.partial(write_kv, holder.array, shape, holder.tables, part, layer, start)
+            write = functools.partial(write_kv, holder.array, shape, holder.tables, kv, layer, start)
             mark = holder.memory.compute(functools.partial(write, case.num_tokens))
             holder.progress.advance(layer, case.num_tokens, mark)
         holder.progress.complete(b"token 0")
@@ -128,12 +110,11 @@ def holding(carrier: str, case: Case, kv: KV, shape: ArenaShape) -> Iterator[Hol
         holder.close()
 
 
-def expected(case: Case, shape: ArenaShape, before: np.ndarray, kv: KV) -> np.ndarray:
+def expected(case: Case, before: np.ndarray, kv: KV) -> np.ndarray:
     """Return the arena as it should be, token by token."""
-    after, layout = before.copy(), shape.layout
-    starts = Extent(
-        layout=layout, first_token=case.first_token, num_tokens=case.num_tokens, heads=heads_of(layout)
-    ).layer_starts
+    after, shape = before.copy(), case.target[0]
+    layout = shape.layout
+    starts = Extent(layout=layout, first_token=case.first_token, num_tokens=case.num_tokens).layer_starts
     for layer, group in enumerate(layout.group_of_layer):
         table = case.target[1][group]
         ids = [block for first, size in table.segments for block in range(first, first + size)]
@@ -141,30 +122,22 @@ def expected(case: Case, shape: ArenaShape, before: np.ndarray, kv: KV) -> np.nd
             slot = ids[token // BLOCK - table.first_block] * BLOCK + token % BLOCK
             for key_or_value in (0, 1):
                 at = shape.offset(layer, key_or_value, slot)
-                row = kv[layer, key_or_value, token, bytes_of_heads(layout)]
-                after[at : at + layout.token_bytes] = row
+                after[at : at + layout.token_bytes] = kv[layer, key_or_value, token]
     return after
 
 
-def read_all(carrier: str, case: Case, kv: KV, shape: ArenaShape, **changes) -> tuple[Target, list[TransferStats]]:
-    """Read the target shard from all the source shards that have any of it, and return it to be closed."""
-    target = Target(shape=shape, tables=case.target[1])
-    target.array[:] = np.random.default_rng(case.seed + 1).integers(0, 256, target.arena.num_bytes, np.uint8)
-    mine, stats = heads_of(shape.layout), []
-    for source in shards(case.source[0], case.num_sources):
-        theirs = heads_of(source.layout)
-        first = max(mine.first, theirs.first)
-        num_heads = min(mine.first + mine.num_heads, theirs.first + theirs.num_heads) - first
-        if num_heads <= 0:
-            continue
-        heads = None if num_heads == mine.num_heads else (first, num_heads)
-        with holding(carrier, case, kv, source) as holder:
-            landed = target.read_from(
-                holder, carrier, first_token=case.first_token, heads=heads, deadline_s=60, **changes
-            )
-            assert (landed.trailer, landed.num_tokens) == (b"token 0", case.num_tokens)
-            stats.append(landed.stats)
-    return target, stats
+def read_all(carrier: str, case: Case, kv: KV, **changes) -> tuple[Target, TransferStats]:
+    """Read into the target, and return it to be closed."""
+    target = Target(shape=case.target[0], tables=case.target[1])
+    target.array[:] = before_read(case)
+    with holding(carrier, case, kv) as holder:
+        landed = target.read_from(holder, carrier, first_token=case.first_token, deadline_s=60, **changes)
+    assert (landed.trailer, landed.num_tokens) == (b"token 0", case.num_tokens)
+    return target, landed.stats
+
+
+def before_read(case: Case) -> np.ndarray:
+    return np.random.default_rng(case.seed + 1).integers(0, 256, case.target[0].arena_bytes, np.uint8)
 
 
 @pytest.mark.parametrize("carrier", [*CARRIERS, *FROM_OR_TO_CARDS], indirect=True)
@@ -178,50 +151,39 @@ def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedHolder, "frame_bytes", case.frame_bytes)
         patch.setattr(TcpHolder, "frame_bytes", case.frame_bytes)
-        for shard in shards(case.target[0], case.num_targets):
-            before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.arena_bytes, np.uint8)
-            target, stats = read_all(carrier, case, kv, shard)
-            try:
-                assert np.array_equal(target.array, expected(case, shard, before, kv))
-                starts = Extent(
-                    layout=case.layout,
-                    first_token=case.first_token,
-                    num_tokens=case.num_tokens,
-                    heads=heads_of(shard.layout),
-                ).layer_starts
-                num_rows = sum(case.num_tokens - start for start in starts)
-                assert sum(s.num_bytes for s in stats) == 2 * num_rows * shard.layout.token_bytes
-            finally:
-                target.close()
+        target, stats = read_all(carrier, case, kv)
+        try:
+            assert np.array_equal(target.array, expected(case, before_read(case), kv))
+            starts = Extent(case.layout, case.first_token, case.num_tokens).layer_starts
+            num_rows = sum(case.num_tokens - start for start in starts)
+            assert stats.num_bytes == 2 * num_rows * case.layout.token_bytes
+        finally:
+            target.close()
 
 
 @pytest.mark.parametrize("carrier", ["tcp", "card>card:tcp"], indirect=True)
 @quick
 @given(case=cases(), wire_dtype=st.sampled_from(["int8", "fp8"]))
 def test_what_is_compressed_arrives_as_its_codec_says(carrier: str, case: Case, wire_dtype) -> None:
-    """Scales are per block of the sequence, whatever the frames, the tables and the shards are."""
+    """Scales are per block of the sequence, whatever the frames and the tables are."""
     size = (case.layout.num_layers, 2, case.num_tokens, NUM_HEADS * HEAD_DIM)
     numbers = np.random.default_rng(case.seed).standard_normal(size).astype(ml_dtypes.bfloat16)
     kv = numbers.view(np.uint8) if numbers.size else np.empty((*size[:-1], NUM_HEADS * HEAD_BYTES), np.uint8)
     frame_bytes = max(case.frame_bytes, BLOCK * 2 * NUM_HEADS * HEAD_BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TcpHolder, "frame_bytes", frame_bytes)
-        for shard in shards(case.target[0], case.num_targets):
-            before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.arena_bytes, np.uint8)
-            target, stats = read_all(carrier, case, kv, shard, wire_dtype=wire_dtype)
-            try:
-                assert np.array_equal(target.array, expected(case, shard, before, squeezed(case, kv, wire_dtype)))
-                assert all(s.wire_dtype == wire_dtype for s in stats)
-            finally:
-                target.close()
+        target, stats = read_all(carrier, case, kv, wire_dtype=wire_dtype)
+        try:
+            assert np.array_equal(target.array, expected(case, before_read(case), squeezed(case, kv, wire_dtype)))
+            assert stats.wire_dtype == wire_dtype
+        finally:
+            target.close()
 
 
 def squeezed(case: Case, kv: KV, wire_dtype) -> KV:
     """Return what is left of `kv`, block by block."""
     codec = BlockCodec(wire_dtype, "bfloat16", NUM_HEADS, HEAD_DIM, BLOCK)
-    wanted = Extent(
-        layout=case.layout, first_token=case.first_token, num_tokens=case.num_tokens, heads=heads_of(case.layout)
-    )
+    wanted = Extent(case.layout, case.first_token, case.num_tokens)
     out = kv.copy()
     for layer, start in enumerate(wanted.layer_starts):
         for first in range(start // BLOCK * BLOCK, case.num_tokens, BLOCK):
@@ -247,30 +209,9 @@ def code_of(read: Callable[[], object]) -> str:
     return raised.value.code
 
 
-@pytest.mark.parametrize("heads", [(0, 2), (1, 2), (3, 2), (2, 3), (0, 4)])
-def test_heads_that_the_holder_does_not_have(carrier: str, make_holder: Callable[..., Holder], heads) -> None:
-    shard = msgspec.structs.replace(LAYOUT, num_kv_heads=2, first_head=2, total_kv_heads=8)
-    whole = msgspec.structs.replace(shard, num_kv_heads=8, first_head=0)
-    holder, target = make_holder((carrier,), layout=shard), Target(whole)
-    holder.compute_all()
-    assert code_of(lambda: target.read_from(holder, carrier, heads=heads)) == "range"
-    assert not target.array.any()
-    assert target.read_from(holder, carrier, heads=(2, 2)).num_tokens == 300
-    target.close()
-
-
-@pytest.mark.parametrize("heads", [(2, 0), (2, -1), (4, 1), (1, 2)])
-def test_heads_that_the_reader_does_not_have(carrier: str, make_holder: Callable[..., Holder], heads) -> None:
-    holder = make_holder((carrier,), layout=msgspec.structs.replace(LAYOUT, num_kv_heads=8, total_kv_heads=8))
-    target = Target(msgspec.structs.replace(LAYOUT, first_head=2, total_kv_heads=8))
-    with pytest.raises(ValueError, match="HeadRange"):
-        target.read_from(holder, carrier, heads=heads)
-    target.close()
-
-
 def test_other_number_of_heads_is_another_model(carrier: str, make_holder: Callable[..., Holder]) -> None:
     holder = make_holder((carrier,))
-    target = Target(msgspec.structs.replace(LAYOUT, total_kv_heads=8))
+    target = Target(msgspec.structs.replace(LAYOUT, num_kv_heads=8))
     assert code_of(lambda: target.read_from(holder, carrier)) == "fingerprint"
     target.close()
 
@@ -342,12 +283,11 @@ def test_broken_read_of_windows_keeps_nothing(
     target.close()
 
 
-@pytest.mark.parametrize("part", [slice(0, 64), slice(16, 48)])
 @pytest.mark.parametrize("digests", [True, False])
-def test_what_is_digested_is_what_arrived(monkeypatch: pytest.MonkeyPatch, part: slice, digests: bool) -> None:
-    """Of whole rows and of parts: a copy that goes wrong has another digest than its source."""
-    parts, arrays = [(part.start, [SlotSpan(0, 40)])], np.random.default_rng(1).integers(0, 256, (2, 40 * 64), np.uint8)
-    source, target = (FrameRows(array, parts, part.stop - part.start, 64) for array in arrays)
+def test_what_is_digested_is_what_arrived(digests: bool) -> None:
+    """A copy that goes wrong has another digest than its source."""
+    parts, arrays = [(0, [SlotSpan(0, 40)])], np.random.default_rng(1).integers(0, 256, (2, 40 * 64), np.uint8)
+    source, target = (FrameRows(array, parts, 64) for array in arrays)
     stats = TransferStats()
     frame_hash = FrameHash("gmac" if digests else None, bytes(32))
     right = frames.digest(source, stats, frame_hash.new(1))
@@ -359,12 +299,5 @@ def test_what_is_digested_is_what_arrived(monkeypatch: pytest.MonkeyPatch, part:
             super().__setitem__(at, what)
             self.view(np.ndarray)[3] ^= 1
 
-    take = np.take
-
-    def take_damaged(*args: Any, out: np.ndarray, **options: Any) -> None:
-        take(*args, out=out, **options)
-        out.view(np.uint8)[3] ^= 1
-
-    monkeypatch.setattr(np, "take", take_damaged)
     target = target._replace(array=target.array.view(Damaged))
     assert not digests or frames.copy(source, target, stats, frame_hash.new(1)) != right

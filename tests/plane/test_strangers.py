@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.limits import MAX_CONTROL_BYTES
-from dataplane.memory.extent import first_kept_block, heads_of
+from dataplane.memory.extent import first_kept_block
 from dataplane.protocol.stream import (
     HEADER_BYTES,
     VERSION,
@@ -205,7 +205,6 @@ def opening(holder: Holder, carrier: str, **changes) -> bytes:
         "carrier": carrier,
         "first_token": 0,
         "num_tokens": 300,
-        "heads": heads_of(LAYOUT),
     }
     return encode_frame(Kind.OPEN, Open(**(fields | changes)))
 
@@ -388,7 +387,7 @@ def test_absurd_runs_are_not_listed(make_holder: Callable[..., Holder], num_bloc
     layout = msgspec.structs.replace(LAYOUT, windows=(0, 32, 0))
     holder, target = make_holder(("shm",), layout=layout), Target(layout)
     tables = (BlockTable((Segment(0, abs(num_blocks)),)),) * 2
-    accepted = Accepted(carrier="shm", nonce="n", num_blocks=(num_blocks,) * 2, heads=heads_of(layout), tables=tables)
+    accepted = Accepted(carrier="shm", nonce="n", num_blocks=(num_blocks,) * 2, tables=tables)
     with impostor(encode_frame(Kind.ACCEPTED, accepted)) as endpoint:
         request = target.request(
             msgspec.structs.replace(holder.endpoint, port=endpoint.port), holder.ticket(), "shm", 300

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from dataplane.blocks.layout import KVLayout
 from dataplane.limits import MAX_FRAME_BYTES, MAX_OUTSTANDING_FRAMES
-from dataplane.memory.extent import Extent, HeadRange, heads_of
+from dataplane.memory.extent import Extent
 from dataplane.protocol.stream import (
     HEADER_BYTES,
     VERSION,
@@ -33,7 +33,7 @@ SEAL = Seal(b"a key")
 
 
 def extent(num_tokens: int, first_token: int = 0, layout: KVLayout = LAYOUT, **changes) -> Extent:
-    return Extent(layout=layout, first_token=first_token, num_tokens=num_tokens, heads=heads_of(layout), **changes)
+    return Extent(layout=layout, first_token=first_token, num_tokens=num_tokens, **changes)
 
 
 @given(data=st.data(), num_tokens=st.integers(0, 60), frame_rows=st.integers(1, 100))
@@ -91,7 +91,6 @@ def test_one_token_goes_however_large() -> None:
 
 
 WHOLE = msgspec.structs.replace(LAYOUT, whole_blocks=True)
-TWO_HEADS = msgspec.structs.replace(WHOLE, num_kv_heads=2)
 
 
 @given(data=st.data(), num_blocks=st.integers(0, 12), frame_rows=st.integers(1, 30))
@@ -129,7 +128,6 @@ def test_a_frame_that_cuts_a_block_is_refused(num_tokens: int) -> None:
     [
         (extent(16, 3, WHOLE), "tokens 3 to 16 are no whole blocks of 4"),
         (extent(15, 4, WHOLE), "tokens 4 to 15 are no whole blocks of 4"),
-        (Extent(TWO_HEADS, 0, 16, HeadRange(1, 1)), "heads 1 to 2"),
         (extent(16, layout=WHOLE, wire_dtype="int8"), "wire_dtype int8"),
         (extent(16, 4, WHOLE), ""),
         (extent(15, 3, wire_dtype="int8"), ""),
@@ -179,9 +177,7 @@ def test_any_body_is_refused(body: bytes) -> None:
 
 
 def test_body_survives() -> None:
-    opening = Open(
-        ticket="t", nonce="n", fingerprint="f", carrier="shm", first_token=1, num_tokens=2, heads=HeadRange(0, 1)
-    )
+    opening = Open(ticket="t", nonce="n", fingerprint="f", carrier="shm", first_token=1, num_tokens=2)
     frame = encode_frame(Kind.OPEN, opening)
     header = decode_header(frame[:HEADER_BYTES], Kind.OPEN)
     assert header.length == len(frame) - HEADER_BYTES
@@ -190,10 +186,9 @@ def test_body_survives() -> None:
 
 _DECODE_AT_ONCE = """
 import sys, threading
-from dataplane.memory.extent import NO_HEADS
 from dataplane.protocol import stream
 bodies = [
-    stream.Open(ticket="t", nonce="n", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16, heads=NO_HEADS),
+    stream.Open(ticket="t", nonce="n", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16),
     stream.Accepted(carrier="tcp", nonce="n"),
     stream.StreamRefused(code=list(stream.RefusalCode)[0], detail="d"), stream.StreamFailed(reason="r"),
 ]

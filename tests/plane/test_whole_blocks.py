@@ -11,7 +11,6 @@ from dataplane.cards import limits
 from dataplane.cards.ends import CudaHolder, NcclHolder
 from dataplane.carriers.shm import SharedHolder
 from dataplane.carriers.tcp import TcpHolder
-from dataplane.memory.extent import HeadRange
 from dataplane.protocol.stream import FramePlanner, Header
 from tests.plane import harness
 from tests.plane.harness import (
@@ -196,7 +195,6 @@ def test_a_connection_that_breaks_anywhere_leaves_whole_blocks(
     [
         ({"first_token": 5}, "tokens 5 to 304"),
         ({"num_tokens": 300}, "tokens 0 to 300"),
-        ({"heads": HeadRange(1, 1)}, "heads 1 to 2"),
         ({"wire_dtype": "int8"}, "wire_dtype int8"),
     ],
 )
@@ -218,7 +216,6 @@ def test_a_reader_that_asks_for_a_part_of_a_block_is_refused(
     [
         ({"first_token": 5}, "tokens 5 to 304"),
         ({"num_tokens": 300}, "tokens 0 to 300"),
-        ({"heads": (1, 1)}, "heads 1 to 2"),
         ({"wire_dtype": "fp8"}, "wire_dtype fp8"),
     ],
 )

@@ -53,20 +53,6 @@ def test_another_models_value_is_refused() -> None:
         Memory().values.unpack(key_at(1), bytes(Memory(layout).values.pack(key_at(1), 3, TAG)), 0)
 
 
-def test_shards_of_one_model_are_kept_apart() -> None:
-    def shard(first_head: int) -> KVLayout:
-        return KVLayout(
-            weights="w", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=8, block_size=8,
-            first_head=first_head, total_kv_heads=2,
-        )  # fmt: skip
-
-    first, second = Memory(shard(0)), Memory(shard(1))
-    assert first.shape.layout.fingerprint == second.shape.layout.fingerprint
-    assert first.values.identity != second.values.identity
-    with pytest.raises(BadValueError, match="another"):
-        second.values.unpack(key_at(1), bytes(first.values.pack(key_at(1), 3, TAG)), 0)
-
-
 def test_another_version_is_refused() -> None:
     memory = Memory()
     value = memory.values.pack(key_at(1), 3, TAG)

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dataplane.blocks.ticket import Ticket, TicketSecrets
-from dataplane.memory.extent import NO_HEADS
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, Open, encode_frame, encode_header
 from schemas import subjects
 from schemas.ids import LeaseId, WorkerId
@@ -121,7 +120,6 @@ def _ticket(rng: random.Random) -> str:
 def _opening(ticket: str) -> Open:
     return Open(
         ticket=ticket, nonce="n", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16,
-        heads=NO_HEADS,
     )  # fmt: skip
 
 
