@@ -55,9 +55,10 @@ class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ask_again_s: Pace = 0.1
     """After a reconnection a request that nobody serves is sent again so often: who serves it may be on its way
     back."""
-    claim_within_s: Wait = 1.0
-    """Who lives by a name has this long to say so to another one that starts by it. Who has died costs no wait: the
-    broker says that nobody answers."""
+    claim_within_s: Wait = 3.0
+    """Who lives by a name has this long to say so to another one that starts by it, as long as a silence that means
+    death: on full cores a living one may be a second late. Who has died costs no wait: the broker says that nobody
+    answers."""
     flush_timeout_s: Wait = 10.0
     """A flush may take this long, unless its caller says otherwise. A service that starts gives up then."""
     watch_interval_s: Pace = 0.25
