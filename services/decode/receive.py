@@ -99,7 +99,7 @@ def say_reserved_again(attempts: Attempts, attempt: Attempt, _: TimePassed, now_
 def offered(attempts: Attempts, attempt: Attempt, offer: KVOffered, now_ms: int) -> list[Action]:
     """The source has begun: open the stream."""
     upstream, limits = upstream_of(attempt), attempts.limits
-    num_tokens = attempts.cache.layout.padded(len(attempt.prompt))
+    num_tokens = attempts.cache.layout.padded(attempt.num_prompt_tokens)
     if offer.fingerprint != limits.fingerprint or offer.num_tokens != num_tokens:
         return _go_without(attempts, attempt, "the offered KV is of another model or prompt", now_ms)
     assert attempt.kv is not None
@@ -140,7 +140,8 @@ def hand_over_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now_
     if first.finish_reason is not None:
         return told + attempts.forget_attempt(attempt, now_ms)
     attempt.kv.landed(upstream_of(attempt).worker_id, event.outcome)
-    return [*told, attempts.submit(attempt, [*attempt.prompt, first.token_id])]
+    attempt.token_ids.append(first.token_id)
+    return [*told, attempts.submit(attempt)]
 
 
 def ended_read_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now_ms: int) -> list[Action]:
@@ -165,7 +166,7 @@ def _landed(attempts: Attempts, attempt: Attempt, event: ReadEnded) -> list[Acti
             **handoff_fields(attempt.request, attempts.limits.worker_id),
             lease_id=offer.lease_id,
             carrier=outcome.carrier,
-            num_tokens=min(outcome.num_landed_tokens, len(attempt.prompt)),
+            num_tokens=min(outcome.num_landed_tokens, attempt.num_prompt_tokens),
             num_bytes=outcome.num_bytes,
         )
         actions.append(publish_event(subjects.LANDED, landed, attempt.traceparent))
@@ -200,7 +201,7 @@ def _go_without(attempts: Attempts, attempt: Attempt, reason: str, now_ms: int) 
         return attempts.fail(attempt, AttemptFailure.TRANSFER_FAILED, detail, now_ms)
     upstream.state = advance(upstream.state, HandoffState.ABORTED)
     if not upstream.has_left:
-        num_blocks = num_blocks_for(len(attempt.prompt), attempts.limits.block_size)
+        num_blocks = num_blocks_for(attempt.num_prompt_tokens, attempts.limits.block_size)
         attempt.kv.sources.append(KVSource(worker_id=upstream.worker_id, first_block=0, num_blocks=num_blocks))
     attempt.kv.sources.extend(attempt.request.sources)
     return [attempts.abort(attempt, reason), *attempts.assemble(attempt)]

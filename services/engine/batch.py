@@ -10,28 +10,15 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import zip_longest
 
-from schemas.ids import RequestId
 from services.engine import limits
-from services.engine.interface import (
-    Engine,
-    EngineLoad,
-    FailedSequence,
-    GrammarError,
-    InvalidSequenceError,
-    Outcome,
-    SampledToken,
-    Sequence,
-    StepItem,
-    StepResult,
-)
-from services.engine.rules import append_token, check_sequence, check_work
+from services.engine.interface import Engine, GrammarError, Outcome, Sequence, StepItem
+from services.engine.messages import FailedSequence, SampledToken, StepResult
+from services.engine.rules import append_token, check_sequence
 from services.engine.turns import TenantTurns
-
-Key = tuple[RequestId, int]
 
 
 class Batch:
-    """The sequences of one engine. Not thread-safe, `check` excepted: its engine thread is its only user.
+    """The sequences of one engine, by number. Not thread-safe: the engine's thread is its only user.
 
     `token_budget` bounds the tokens of a step, `max_sequences` its items. Sequences end at `context_length`.
     """
@@ -43,29 +30,16 @@ class Batch:
         self.max_sequences = max_sequences
         self.context_length = context_length
         self.prefill_reserve = max(1, token_budget // limits.PREFILL_SHARE)
-        self._prefill: dict[Key, Sequence] = {}
-        self._decode: dict[Key, Sequence] = {}
-        self._started: set[Key] = set()
+        self._prefill: dict[int, Sequence] = {}
+        self._decode: dict[int, Sequence] = {}
         self._turns = TenantTurns()
         """Of the tenants that have prompts, in tokens."""
-
-    def __repr__(self) -> str:
-        num_running, num_queued, num_uncomputed_tokens = self.load()
-        return f"<Batch {num_running} running, {num_queued} queued, {num_uncomputed_tokens} tokens left>"
 
     def __len__(self) -> int:
         return len(self._prefill) + len(self._decode)
 
-    def load(self) -> EngineLoad:
-        """Return what there is to do."""
-        return EngineLoad(
-            num_running=len(self._decode) + len(self._started),
-            num_queued=len(self._prefill) - len(self._started),
-            num_uncomputed_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._prefill.values()),
-        )
-
     def check(self, sequence: Sequence, engine: Engine) -> None:
-        """Raise InvalidSequenceError unless this engine can compute the sequence to its end here. For any thread."""
+        """Raise InvalidSequenceError unless this engine can compute the sequence to its end here."""
         check_sequence(
             sequence,
             engine.layout,
@@ -75,28 +49,20 @@ class Batch:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in line that `check` let pass. Raises InvalidSequenceError for one that is here already, or
-        that has nothing to compute (any more)."""
-        check_work(sequence)
-        key = _key(sequence)
-        if key in self._prefill or key in self._decode:
-            raise InvalidSequenceError(f"{key} is in the batch already")
+        """Put a sequence in line that `check` let pass."""
+        number = sequence.number
+        assert number not in self._prefill and number not in self._decode, f"{sequence.request_id} is here already"
         queue = self._decode if sequence.num_uncomputed_tokens == 1 else self._prefill
-        queue[key] = sequence
+        queue[number] = sequence
 
-    def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
+    def remove(self, number: int) -> Sequence | None:
         """Take a sequence out; None when it is not (or no longer) here."""
-        key = (request_id, attempt)
-        self._started.discard(key)
-        return self._prefill.pop(key, None) or self._decode.pop(key, None)
+        return self._prefill.pop(number, None) or self._decode.pop(number, None)
 
-    def clear(self) -> list[Sequence]:
+    def clear(self) -> None:
         """Take all sequences out."""
-        sequences = [*self._prefill.values(), *self._decode.values()]
         self._prefill.clear()
         self._decode.clear()
-        self._started.clear()
-        return sequences
 
     def plan(self) -> list[StepItem]:
         """Return the next step's items, empty when there is nothing to do: decodes first, then prefill chunks."""
@@ -131,30 +97,29 @@ class Batch:
         failed: list[FailedSequence] = []
         num_decode_tokens = 0
         for item in items:
-            sequence, key = item.sequence, _key(item.sequence)
-            assert sequence.num_computed_tokens == item.start, f"{key} was computed behind the batch's back"
+            sequence, number = item.sequence, item.sequence.number
+            assert sequence.num_computed_tokens == item.start, f"{number} was computed behind the batch's back"
             sequence.num_computed_tokens += item.num_tokens
-            num_decode_tokens += key in self._decode
+            num_decode_tokens += number in self._decode
             if not item.samples:
-                self._started.add(key)
                 if sequence.num_uncomputed_tokens == 1:
-                    self._settle(key, sequence, ended=False)
+                    self._settle(sequence, ended=False)
                 continue
             outcome = next(left)
             if isinstance(outcome, GrammarError):
-                failed.append(FailedSequence(sequence, str(outcome), outcome.is_spent))
-                self._settle(key, sequence, ended=True)
+                failed.append(FailedSequence(number, str(outcome), outcome.is_spent))
+                self._settle(sequence, ended=True)
                 continue
             token = append_token(sequence, outcome, self.context_length)
             sampled.append(token)
-            self._settle(key, sequence, ended=token.local_end)
+            self._settle(sequence, ended=token.local_end)
         num_tokens = sum(item.num_tokens for item in items)
         return StepResult(
             started_ns=started_ns,
             ended_ns=ended_ns,
             num_prefill_tokens=num_tokens - num_decode_tokens,
             num_decode_tokens=num_decode_tokens,
-            computed=tuple((item.sequence, item.sequence.num_computed_tokens) for item in items),
+            computed=tuple((item.sequence.number, item.sequence.num_computed_tokens) for item in items),
             sampled=tuple(sampled),
             failed=tuple(failed),
         )
@@ -162,11 +127,10 @@ class Batch:
     def check_integrity(self) -> None:
         """Assert what must hold between steps."""
         assert not self._prefill.keys() & self._decode.keys(), "a sequence is in one line only"
-        assert self._started <= self._prefill.keys(), "what has started prefill is in its line"
-        for key, sequence in (*self._prefill.items(), *self._decode.items()):
-            assert key == _key(sequence), "a sequence keeps its name"
-            assert 0 < sequence.num_uncomputed_tokens <= len(sequence.token_ids), f"{key} has something to compute"
-            assert sequence.num_local_tokens <= sequence.index, f"{key} counts its tokens"
+        for number, sequence in (*self._prefill.items(), *self._decode.items()):
+            assert number == sequence.number, "a sequence keeps its number"
+            assert 0 < sequence.num_uncomputed_tokens <= len(sequence.token_ids), f"{number} has something to compute"
+            assert sequence.num_local_tokens <= sequence.index, f"{number} counts its tokens"
         assert all(s.num_uncomputed_tokens == 1 for s in self._decode.values()), "a decode computes one token"
         assert all(s.num_uncomputed_tokens > 1 for s in self._prefill.values()), "a prefill computes several"
 
@@ -185,17 +149,17 @@ class Batch:
         if count == len(self._decode):
             return list(self._decode.values())
         rounds = zip_longest(*_by_tenant(self._decode.values()).values())
-        keys = [_key(sequence) for each in rounds for sequence in each if sequence is not None][:count]
-        for key in keys:
-            self._decode[key] = self._decode.pop(key)
-        return [self._decode[key] for key in keys]
+        numbers = [sequence.number for each in rounds for sequence in each if sequence is not None][:count]
+        for number in numbers:
+            self._decode[number] = self._decode.pop(number)
+        return [self._decode[number] for number in numbers]
 
-    def _settle(self, key: Key, sequence: Sequence, *, ended: bool) -> None:
+    def _settle(self, sequence: Sequence, *, ended: bool) -> None:
         """Move a sequence whose prefill or stay here is over to where it belongs: among the decodes, or out."""
-        if ended or key in self._prefill:
-            self.remove(*key)
+        if ended or sequence.number in self._prefill:
+            self.remove(sequence.number)
             if not ended:
-                self._decode[key] = sequence
+                self._decode[sequence.number] = sequence
 
 
 def _by_tenant(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
@@ -203,7 +167,3 @@ def _by_tenant(sequences: Iterable[Sequence]) -> dict[str, list[Sequence]]:
     for sequence in sequences:
         lines.setdefault(sequence.tenant, []).append(sequence)
     return lines
-
-
-def _key(sequence: Sequence) -> Key:
-    return sequence.request_id, sequence.attempt

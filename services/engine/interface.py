@@ -4,7 +4,7 @@
 here knows torch or who computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,8 +17,9 @@ from dataplane.blocks.layout import BlockTables, KVLayout
 from dataplane.carriers.carrier import KVArena
 from schemas.ids import RequestId
 from schemas.logprobs import TokenLogprob
-from schemas.request import FinishReason, SamplingParams
+from schemas.request import SamplingParams
 from services.engine.counts import TokenCounts
+from services.engine.messages import StepResult
 
 
 class LayerListener(Protocol):
@@ -40,13 +41,9 @@ class Grammar(Protocol):
         ...
 
 
-SequenceKey = tuple[RequestId, int]
-"""A request, and its attempt."""
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on one worker. Owned by the engine's thread from submission to its end.
+    """One request in the engine, which goes by the `number` that its worker gave it. Owned by the engine's thread.
 
     `token_ids` is the prompt and what was generated; keys and values of `token_ids[:num_computed_tokens]` are in the
     arena, as far as a cache group's window still needs them: `tables` says where, one table per group of the layout.
@@ -59,7 +56,7 @@ class Sequence:
     """
 
     request_id: RequestId
-    attempt: int
+    number: int
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -102,44 +99,6 @@ class StepItem:
     samples: bool
 
 
-@dataclass(slots=True, frozen=True)
-class SampledToken:
-    """A token of the answer. `local_end`: the sequence has left this engine (finished, or ready to be handed over)."""
-
-    sequence: Sequence
-    index: int
-    token_id: int
-    finish_reason: FinishReason | None
-    local_end: bool
-    logprob: TokenLogprob | None = None
-    """Where its request wants it."""
-
-
-class FailedSequence(NamedTuple):
-    """A sequence for which no token could be chosen, and why, for the client: it has left the engine. What was computed
-    of it is right. `is_spent`: as GrammarError has it."""
-
-    sequence: Sequence
-    reason: str
-    is_spent: bool = False
-
-
-@dataclass(slots=True, frozen=True)
-class StepResult:
-    """One engine step. Times are `time.monotonic_ns()`."""
-
-    started_ns: int
-    ended_ns: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    computed: tuple[tuple[Sequence, int], ...]
-    """Each sequence of the step and its number of computed tokens after it."""
-    sampled: tuple[SampledToken, ...]
-    num_preempted: int = 0
-    """Sequences that the engine has put aside in this step, to begin again later."""
-    failed: tuple[FailedSequence, ...] = ()
-
-
 class Choice(NamedTuple):
     """A token that was chosen; its logarithm where its request wants it."""
 
@@ -179,47 +138,27 @@ class Engine(Protocol):
         ...
 
 
-class EngineLoad(NamedTuple):
-    """What there is to do. `num_running`: sequences that decode or have had a part of their prompt computed here;
-    `num_queued`: the others. `num_uncomputed_tokens`: of prompts (or of answers to be recomputed) that await prefill.
-    """
-
-    num_running: int
-    num_queued: int
-    num_uncomputed_tokens: int
-
-
 class Steps(Protocol):
-    """The sequences that are computed on one worker, step by step: what the engine's thread drives.
+    """The sequences that are computed on one worker, step by step: what `EngineLoop` drives.
 
-    Not thread-safe, `check` excepted: that thread is its only user. `on_begin`: told whom a step computes, before it
-    writes anything.
+    Its thread is the only user. `on_begin`: told the numbers of those whom a step computes, before it writes anything.
     """
 
-    on_begin: Callable[[Seq[Sequence]], None]
-
-    def check(self, sequence: Sequence) -> None:
-        """Raise InvalidSequenceError unless the sequence can be computed to its end here. For any thread."""
-        ...
+    on_begin: Callable[[Seq[int]], None]
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in line that `check` let pass. Raises InvalidSequenceError for one that is here already, or
-        that has nothing to compute (any more)."""
+        """Put a sequence in line. Raises InvalidSequenceError unless it can be computed to its end here."""
         ...
 
-    def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
-        """Take a sequence out; None when it is not (or no longer) here."""
+    def remove(self, number: int) -> bool:
+        """Take a sequence out; False: it is not (or no longer) here."""
         ...
 
-    def clear(self) -> list[Sequence]:
+    def clear(self) -> None:
         """Take all sequences out."""
         ...
 
     def __len__(self) -> int: ...
-
-    def load(self) -> EngineLoad:
-        """Return what there is to do."""
-        ...
 
     def run_step(self) -> StepResult | None:
         """Compute a step and tell the layer listeners; None: there was nothing to do.
@@ -243,11 +182,11 @@ class PlacedEngine(NamedTuple):
 
 
 class StepFailedError(RuntimeError):
-    """A step has raised. `sequences`: what was in it, which has left. `is_lost`: no later step will succeed."""
+    """A step has raised. `numbers`: of what was in it, which has left. `is_lost`: no later step will succeed."""
 
-    def __init__(self, sequences: list[Sequence], error: Exception) -> None:
+    def __init__(self, numbers: Iterable[int], error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
-        self.sequences = sequences
+        self.numbers = tuple(numbers)
         self.is_lost = isinstance(error, EngineLostError)
 
 
@@ -263,25 +202,5 @@ class EngineLostError(RuntimeError):
     """What the engine computes on has failed: no later step will succeed."""
 
 
-class EngineDeath(NamedTuple):
-    """An engine's process has ended by itself: what it had is not in it any more, and nothing writes. `had`: what that
-    was; `in_step`: what of it was being computed."""
-
-    reason: str
-    had: frozenset[SequenceKey]
-    in_step: frozenset[SequenceKey]
-
-
-class EngineCallbacks(NamedTuple):
-    """Whom an engine tells, on a thread of its own: of a step, of sequences that it cannot compute and why, of one that
-    was taken out, of its death, which ends all that it had, and that it is there again."""
-
-    on_step: Callable[[StepResult], None]
-    on_failure: Callable[[list[Sequence], str], None]
-    on_removed: Callable[[Sequence], None]
-    on_died: Callable[[EngineDeath], None] = lambda _: None
-    on_back: Callable[[], None] = lambda: None
-
-
-StartGrammar = Callable[[str], "Future[Grammar]"]
+CompileGrammar = Callable[[str], "Future[Grammar]"]
 """Begins to understand a grammar's text for one answer; the future has a GrammarError where it cannot be."""

@@ -11,7 +11,7 @@ from services.engine.batch_steps import BatchSteps
 from services.engine.checkpoint import Checkpoint
 from services.engine.devices import CPU
 from services.engine.grammar import Grammars
-from services.engine.interface import Engine, StartGrammar, Steps
+from services.engine.interface import CompileGrammar, Engine, Steps
 from services.engine.tokenizer import read_tokenizer
 
 LIBRARY_METRICS = "vllm:"
@@ -22,7 +22,7 @@ class AnswerRules(NamedTuple):
     """What the checkpoint's tokenizer says of answers: the tokens that end one, and how a grammar is understood."""
 
     eos_token_ids: frozenset[int]
-    start_grammar: StartGrammar
+    start_grammar: CompileGrammar
 
 
 class LoadedEngine(NamedTuple):

@@ -4,7 +4,8 @@ import math
 
 from dataplane.blocks.layout import KVLayout
 from schemas.request import FinishReason
-from services.engine.interface import Choice, InvalidSequenceError, SampledToken, Sequence
+from services.engine.interface import Choice, InvalidSequenceError, Sequence
+from services.engine.messages import SampledToken
 from services.engine.table_checks import find_problem
 
 
@@ -23,16 +24,6 @@ def num_tokens_left(sequence: Sequence, context_length: int | None) -> int:
     return left
 
 
-def check_work(sequence: Sequence) -> None:
-    """Raise InvalidSequenceError where there is nothing to compute for a sequence."""
-    if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
-        raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
-    if sequence.index >= sequence.sampling.max_tokens:
-        raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
-    if sequence.wants_prompt_logprobs and (sequence.num_computed_tokens or sequence.index):
-        raise InvalidSequenceError(f"{sequence.request_id} wants logarithms of a prompt that is computed already")
-
-
 def check_sequence(
     sequence: Sequence, layout: KVLayout, *, vocab_size: int, context_length: int | None, token_budget: int
 ) -> None:
@@ -40,8 +31,13 @@ def check_sequence(
 
     At least its last known token must be uncomputed: its logits give the next one.
     """
-    check_work(sequence)
     name, token_ids = sequence.request_id, sequence.token_ids
+    if not 0 <= sequence.num_computed_tokens < len(token_ids):
+        raise InvalidSequenceError(f"{name} has no token to compute")
+    if sequence.index >= sequence.sampling.max_tokens:
+        raise InvalidSequenceError(f"{name} has had all its {sequence.sampling.max_tokens} tokens")
+    if sequence.wants_prompt_logprobs and (sequence.num_computed_tokens or sequence.index):
+        raise InvalidSequenceError(f"{name} wants logprobs of a prompt that is computed already")
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise InvalidSequenceError(f"{name} has a token outside the vocabulary")
     check_sampling(sequence, vocab_size)
@@ -78,7 +74,17 @@ def append_token(sequence: Sequence, choice: Choice, context_length: int | None)
     finish_reason = _finish_reason(sequence, token_id, context_length)
     handed_over = sequence.max_local_tokens is not None and sequence.num_local_tokens >= sequence.max_local_tokens
     local_end = finish_reason is not None or handed_over
-    return SampledToken(sequence, index, token_id, finish_reason, local_end, choice.logprob)
+    has_prompt_logprobs = sequence.wants_prompt_logprobs and index == 0
+    return SampledToken(
+        number=sequence.number,
+        index=index,
+        token_id=token_id,
+        finish_reason=finish_reason,
+        local_end=local_end,
+        logprob=choice.logprob,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if has_prompt_logprobs else None,
+        num_reused_tokens=sequence.num_reused_tokens,
+    )
 
 
 def stop_token_ids(sequence: Sequence) -> frozenset[int]:

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataplane.lasting import lasting_thread
 from dataplane.machine import own_bytes
 from services.config import child_environment
-from services.engine.border import (
-    BorderError,
+from services.engine.ipc import (
     Channel,
     EngineReady,
     EngineRefused,
+    FromProcess,
+    IpcError,
     LoadEngine,
     StepTable,
-    ToWorker,
     table_memory,
 )
 from services.engine.limits import CLOSE_LOOK_S, LOAD_MIN_S, LOAD_TIMES, SPARE_LOOK_S
@@ -74,7 +74,7 @@ class EngineChild:
             self.table = StepTable(table, num_layers)
             self.process = spawn(name, (theirs.fileno(), table, bell))
             kept.pop_all()
-        self.channel: Channel[ToWorker] = Channel(ours, bell, ToWorker)
+        self.channel: Channel[FromProcess] = Channel(ours, bell, FromProcess)
         self.channel.send_message(order)
 
     @property
@@ -114,7 +114,7 @@ class EngineChild:
             self.end_child()
             if code is not None:
                 raise UserError(f"the engine's process {ending(code)} while it loaded the model") from error
-            if isinstance(error, BorderError):
+            if isinstance(error, IpcError):
                 raise UserError(f"the engine's process says what makes no sense: {error}") from error
             raise
 

@@ -10,7 +10,7 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffM
 from schemas.ids import LeaseId
 from schemas.kv import LeaseEnd
 from schemas.observe import RunStage
-from services.engine.interface import SampledToken
+from services.engine.messages import SampledToken
 from services.holder.core.actions import Action, FinishLease, Offer, Publish
 from services.holder.core.attempt import Attempt
 from services.holder.core.attempts import Attempts
@@ -78,7 +78,7 @@ def _grant(attempts: Attempts, attempt: Attempt, now_ms: int) -> list[Action]:
         return []
     attempts.cache.share(attempt.tables)
     layout = attempts.cache.layout
-    num_tokens = layout.padded(len(attempt.prompt))  # what is in the last block behind the prompt is nobody's
+    num_tokens = layout.padded(attempt.num_prompt_tokens)  # what is in the last block behind the prompt is nobody's
     to.lease = attempts.leases.grant(
         lease_id=LeaseId(f"lease-{to.handoff_id}"),
         holder=limits.worker_id,
@@ -157,7 +157,7 @@ def prompt_computed(attempts: Attempts, attempt: Attempt, sampled: SampledToken,
 def soon_ends(attempts: Attempts, attempt: Attempt) -> bool:
     """Say whether a prompt is so near its end here that it is finished even by a worker that drains."""
     num_stored = attempt.num_stored_blocks * attempts.limits.block_size
-    return attempt.downstream is not None and len(attempt.prompt) - num_stored <= FINISHED_TOKENS
+    return attempt.downstream is not None and attempt.num_prompt_tokens - num_stored <= FINISHED_TOKENS
 
 
 def landed(attempts: Attempts, attempt: Attempt, event: KVLanded, now_ms: int) -> list[Action]:

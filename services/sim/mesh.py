@@ -21,8 +21,8 @@ from services.clocks import keep_time
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.batch import Batch
+from services.engine.client import EngineCallbacks
 from services.engine.fake import FakeEngine
-from services.engine.interface import EngineCallbacks
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import GatewayApp
 from services.gateway.api.text import TextCodec

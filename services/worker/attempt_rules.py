@@ -6,7 +6,7 @@ from schemas.observe import RunStage
 from schemas.request import AttemptEnd, AttemptFailure, CancelRequest
 from schemas.worker import WorkerLeft
 from services.decode.receive import lose_source
-from services.engine.interface import SampledToken
+from services.engine.messages import SampledToken
 from services.holder.core.actions import Action, StopRead
 from services.holder.core.attempt import Attempt, SentAnswer
 from services.holder.core.attempts import Attempts

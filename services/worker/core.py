@@ -13,7 +13,7 @@ from schemas.observe import RunStage
 from schemas.request import AttemptAccepted, CancelRequest, Refused
 from schemas.worker import WorkerLeft
 from services.decode import receive
-from services.engine.interface import SampledToken, StepResult
+from services.engine.messages import SampledToken, StepResult
 from services.holder.core.actions import Action, SendReply
 from services.holder.core.attempt import Attempt
 from services.holder.core.attempts import Attempts
@@ -215,16 +215,16 @@ class AttemptCore(Attempts):
     def _stepped(self, result: StepResult, now_ms: int) -> list[Action]:
         """Send on what an engine step gave, and offer what it has filled."""
         actions: list[Action] = []
-        for sequence, _ in result.computed:
-            if (attempt := self.records.get((sequence.request_id, sequence.attempt))) is not None:
+        for number, _ in result.computed:
+            if (attempt := self.of_engine.get(number)) is not None:
                 attempt.times.stepped(result.started_ns, result.ended_ns)
         for sampled in result.sampled:
-            attempt = self.records.get((sampled.sequence.request_id, sampled.sequence.attempt))
+            attempt = self.of_engine.get(sampled.number)
             if attempt is not None:
                 attempt.times.sampled(result.ended_ns)
             actions += self._apply(attempt, sampled, now_ms)
-        for sequence, _ in result.computed:
-            if (attempt := self.records.get((sequence.request_id, sequence.attempt))) is not None:
+        for number, _ in result.computed:
+            if (attempt := self.of_engine.get(number)) is not None:
                 actions += self.offer_copies(attempt, now_ms)
         return actions
 

@@ -17,15 +17,14 @@ from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
 from services.config import MeshConfig, WorkerConfig, is_card
-from services.engine.border import LoadEngine
 from services.engine.checkpoint import Checkpoint, default_shape, layout_for, read_checkpoint
+from services.engine.client import EngineCallbacks, EngineClient
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
-from services.engine.interface import EngineCallbacks
+from services.engine.ipc import LoadEngine
 from services.engine.loading import load_host_engine, planned_steps, read_answer_rules
 from services.engine.memory import check_memory, has_room
-from services.engine.process import EngineProcess, RunningEngine
-from services.engine.rules import check_sequence
+from services.engine.process import EngineProcess
 from services.engine.spawn import EngineChild, SpareEngines, spawn_child
 from services.engine.thread import EngineThread
 from services.errors import UserError
@@ -36,7 +35,7 @@ from services.trust.credentials import holder_credentials
 log = logging.getLogger(__name__)
 
 
-MakeEngine = Callable[[EngineCallbacks], RunningEngine]
+MakeEngine = Callable[[EngineCallbacks], EngineClient]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +141,8 @@ def _in_process(
     start_child = partial(EngineChild, order, worker_id, spawn)
     child = start_child()
     told = child.wait_ready()
-    check = partial(
-        check_sequence,
-        layout=shape.layout,
-        vocab_size=checkpoint.vocab_size,
-        context_length=checkpoint.context_length,
-        token_budget=settings.token_budget,
-    )
     spares = SpareEngines(start_child, config.engine.spares, partial(has_room, config, checkpoint))
-    make_engine = partial(EngineProcess, child, spares, check, config.engine.step_timeout_s)
+    make_engine = partial(EngineProcess, child, spares, config.engine.step_timeout_s)
     return _Placed(arena, make_engine, told.device, frozenset(told.eos_token_ids))
 
 

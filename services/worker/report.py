@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from schemas.observe import HeldRequest, RunStage
 from schemas.worker import TenantLine, WorkerLoad
-from services.engine.process import RunningEngine
+from services.engine.client import EngineClient
 from services.holder.core.attempt import Attempt
 from services.holder.core.attempts import Attempts
 from services.holder.core.copies import CopyCore
@@ -19,7 +19,7 @@ from services.worker.observe.measured_rates import MeasuredRates
 class WorkerLoads:
     """What waits and runs in one worker's core and its engine."""
 
-    engine: RunningEngine
+    engine: EngineClient
     rates: MeasuredRates
     core: Attempts
     copies: CopyCore

@@ -30,7 +30,7 @@ from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.engine.thread import EngineStoppedError
+from services.engine.client import EngineStoppedError
 from services.holder.core.actions import (
     Action,
     AttemptEnded,
@@ -147,7 +147,7 @@ class Worker:
         await self.holder.start_serving(tasks)
         await asyncio.to_thread(self._wire.measure)
         self.holder.start_reading(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
-        self.engine.start()
+        self.engine.start_engine()
 
     async def may_leave(self, *, forced: bool) -> LeaveAnswered:
         """Return what the scheduler says to our leaving; without one nobody is known who could go on with what runs."""

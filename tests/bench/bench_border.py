@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataplane.blocks.layout import BlockTable, num_blocks_for, segments_of
+from schemas.block import pack_tokens
 from schemas.ids import RequestId, WorkerId
 from schemas.request import SamplingParams
 from services.bench.drive.meshes import model_folder, rotated, serving
@@ -36,8 +37,8 @@ from services.bench.drive.stats import percentile
 from services.bench.drive.workload import random_tokens
 from services.config import EngineConfig, EngineName, MeshConfig, ModelConfig, WorkerConfig, set_environment
 from services.engine.checkpoint import read_checkpoint
-from services.engine.interface import EngineCallbacks, Sequence, StepResult
-from services.engine.process import RunningEngine
+from services.engine.client import EngineCallbacks
+from services.engine.messages import StepResult, SubmitSequence
 from services.holder.limits import SWITCH_INTERVAL_S
 from services.launch.engine_choice import with_engine
 from services.launch.supervisor import UpOptions
@@ -84,22 +85,27 @@ class Loaded:
 
     def __init__(self, parts: WorkerParts, on_step: Callable[[StepResult], None]) -> None:
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.engine: RunningEngine = parts.make_engine(EngineCallbacks(on_step, nothing, nothing))
+        self.engine = parts.make_engine(EngineCallbacks(on_step, nothing, nothing))
         self._block_size, self._vocab_size = parts.limits.block_size, parts.limits.vocab_size
         self._numbers, self._rng = itertools.count(), random.Random(20261128)
 
     def submit(self, num_answer: int) -> None:
         self.engine.submit(self.new_sequence(num_answer))
 
-    def new_sequence(self, num_answer: int) -> Sequence:
+    def new_sequence(self, num_answer: int) -> SubmitSequence:
         """Return a fresh prompt, in blocks that none of the few before it has."""
         number, num_blocks = next(self._numbers), num_blocks_for(PROMPT + num_answer, self._block_size)
         first = number % NUM_RUNNING * num_blocks
         blocks = segments_of(range(first, first + num_blocks))
         sampling = SamplingParams(max_tokens=num_answer, temperature=0.0, ignore_eos=True)
-        tokens = random_tokens(self._rng, PROMPT, self._vocab_size)
-        name = RequestId(f"bench-{number}")
-        return Sequence(name, 1, tokens, PROMPT, sampling, (BlockTable(blocks),))
+        return SubmitSequence(
+            number=number,
+            request_id=RequestId(f"bench-{number}"),
+            tokens=pack_tokens(random_tokens(self._rng, PROMPT, self._vocab_size)),
+            num_prompt_tokens=PROMPT,
+            sampling=sampling,
+            tables=(BlockTable(blocks),),
+        )
 
 
 @contextmanager
@@ -107,7 +113,7 @@ def loaded(model: str, engine: EngineName, way: str, on_step: Callable[[StepResu
     set_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     parts = load_parts(config_of(model, engine, way), "decode", WorkerId(f"decode-{way}"))
     made = Loaded(parts, on_step)
-    made.engine.start()
+    made.engine.start_engine()
     try:
         yield made
     finally:

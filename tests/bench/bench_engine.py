@@ -103,7 +103,7 @@ def make_sequence(num_tokens: int, first_block: int, *, run: int = 10_000) -> Se
     runs = [Segment(first_block + at, min(run, num_blocks - at)) for at in range(0, num_blocks, run)]
     return Sequence(
         request_id=RequestId(f"r{first_block}"),
-        attempt=0,
+        number=first_block,
         token_ids=[(at * 7919 + first_block) % SHAPE["vocab"] for at in range(num_tokens)],
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(max_tokens=10, temperature=0.0),

@@ -75,7 +75,7 @@ def decode(engine: TransformersEngine, batch_size: int, num_tokens: int, seed: i
     for number in range(batch_size):
         sequence = Sequence(
             request_id=RequestId(f"r{number}"),
-            attempt=0,
+            number=number,
             token_ids=[(at * 7919 + number) % SHAPE["vocab"] for at in range(PROMPT)],
             num_prompt_tokens=PROMPT,
             sampling=SamplingParams(

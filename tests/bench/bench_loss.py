@@ -13,7 +13,6 @@ Before each batch, KV that no request counts as computed is overwritten with NaN
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,7 +41,6 @@ from dataplane.blocks.layout import (
 )
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.bench.drive.http_client import RequestFailedError
 from services.bench.drive.random_model import SHAPE, make_model
 from services.bench.drive.stats import percentile, rounded
 from services.bench.drive.workload import random_tokens
@@ -51,8 +49,6 @@ from services.engine import interface as base
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.thread import EngineThread
-from tests.engine.quiet import no_grammar
 
 Way = Literal["ours", "recompute", "naive"]
 WAYS: tuple[Way, ...] = ("ours", "recompute", "naive")
@@ -62,10 +58,6 @@ NUM_REQUESTS = 8
 NUMBERS_LOST = (0, 1, 4, 8)
 BLOCK_SIZE = 16
 REPEATS = 5
-BATCH_TIMEOUT_S = 600.0
-"""One batch, from its submission to its last token."""
-ENGINE_STOP_TIMEOUT_S = 30.0
-"""The engine's thread after such a batch: the step that it is in."""
 SEED = 20261121
 
 
@@ -193,7 +185,7 @@ def prefill_sequence(number: int, prompt: list[int], tables: BlockTables) -> bas
     """Return a sequence that computes a prompt's KV and samples one token."""
     return base.Sequence(
         request_id=RequestId(f"loss-{number}"),
-        attempt=0,
+        number=number,
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
         sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
@@ -203,7 +195,7 @@ def prefill_sequence(number: int, prompt: list[int], tables: BlockTables) -> bas
 
 def _served(request: Request, num_computed_tokens: int, terms: Terms) -> base.Sequence:
     sequence = prefill_sequence(request.number, request.prompt, request.tables)
-    sequence.attempt = 1
+    sequence.number += NUM_REQUESTS
     sequence.token_ids.append(request.first_token)
     sequence.num_computed_tokens = num_computed_tokens
     sequence.sampling = SamplingParams(max_tokens=1 + terms.num_tokens, temperature=0.0, ignore_eos=True)
@@ -233,7 +225,7 @@ class LossBench:
         """The answers without loss."""
 
     def run(self, way: Way, lost: frozenset[int]) -> BatchOutcome:
-        """Run one batch after the KV of `lost` was overwritten. Raises RequestFailedError."""
+        """Run one batch after the KV of `lost` was overwritten. Raises StepFailedError."""
         plan = plan_batch(way, self._requests, lost, self._terms)
         self._arena[:] = self._snapshot
         for sequence in plan.recomputed or plan.served:
@@ -270,61 +262,35 @@ def _forget_uncomputed(arena: memoryview, shape: ArenaShape, sequence: base.Sequ
 
 
 class _Run:
-    """One batch on an engine thread of its own. All is submitted before the first step, so that the order is fixed."""
+    """One batch, step by step. All is there before the first step, so that the order is fixed."""
 
     def __init__(self, engine: base.Engine, plan: Plan, token_budget: int) -> None:
-        steps = BatchSteps(engine, Batch(token_budget))
-        self._thread = EngineThread(
-            steps, no_grammar, base.EngineCallbacks(self._on_step, self._on_failure, self._on_removed)
-        )
+        self._steps = BatchSteps(engine, Batch(token_budget))
         self._plan = plan
-        self._num_recomputing = len(plan.recomputed)
-        self._num_serving = len(plan.served)
-        self._numbers = {sequence.request_id: number for number, sequence in enumerate(plan.served)}
+        self._numbers = {sequence.number: number for number, sequence in enumerate(plan.served)}
         self._outcome = BatchOutcome(plan.num_recomputed_tokens, {}, {}, {}, [])
-        self._failure = ""
-        self._started = 0.0
-        self._ended = threading.Event()
 
     def outcome(self) -> BatchOutcome:
-        """Run to the end. Raises RequestFailedError."""
-        self._started = time.perf_counter()
-        for sequence in self._plan.recomputed or self._plan.served:
-            self._thread.submit(sequence)
-        self._thread.start()
-        try:
-            if not self._ended.wait(BATCH_TIMEOUT_S):
-                raise RequestFailedError(f"a batch did not end within {BATCH_TIMEOUT_S:.0f} s")
-        finally:
-            self._thread.stop_engine(ENGINE_STOP_TIMEOUT_S)
-        if self._failure:
-            raise RequestFailedError(self._failure)
+        """Run to the end. Raises StepFailedError."""
+        started = time.perf_counter()
+        for sequences in (self._plan.recomputed, self._plan.served):
+            for sequence in sequences:
+                self._steps.add(sequence)
+            while len(self._steps):
+                self._step(started)
         return self._outcome
 
-    def _on_step(self, result: base.StepResult) -> None:
-        now_ms = (time.perf_counter() - self._started) * 1e3
+    def _step(self, started: float) -> None:
+        result = self._steps.run_step()
+        assert result is not None, "there is something to compute"
+        now_ms = (time.perf_counter() - started) * 1e3
         self._outcome.step_ms.append((result.ended_ns - result.started_ns) / 1e6)
         for token in result.sampled:
-            if self._num_recomputing:
-                self._num_recomputing -= 1  # its token is known: it came with the KV
-                continue
-            number = self._numbers[token.sequence.request_id]
+            if (number := self._numbers.get(token.number)) is None:
+                continue  # what is recomputed: its token is known, it came with the KV
             self._outcome.times_ms.setdefault(number, []).append(now_ms)
             self._outcome.steps.setdefault(number, []).append(len(self._outcome.step_ms))
             self._outcome.tokens.setdefault(number, []).append(token.token_id)
-            self._num_serving -= token.local_end
-        if self._plan.recomputed and not self._num_recomputing and not self._outcome.tokens:
-            for sequence in self._plan.served:
-                self._thread.submit(sequence)
-        if not self._num_serving:
-            self._ended.set()
-
-    def _on_failure(self, sequences: list[base.Sequence], reason: str) -> None:
-        self._failure = self._failure or f"{len(sequences)} requests failed: {reason}"
-        self._ended.set()
-
-    def _on_removed(self, sequence: base.Sequence) -> None:
-        raise AssertionError(f"nobody cancelled {sequence.request_id}")
 
 
 def lost_requests(num_lost: int, repeat: int) -> frozenset[int]:

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 import uvloop
 
 from dataplane.blocks.layout import BlockTable, KVLayout, num_blocks_for, segments_of, uniform_shape
+from schemas.block import pack_tokens
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.bench.drive.stats import percentile
 from services.bench.drive.workload import random_tokens
 from services.config import set_environment
-from services.engine.interface import Sequence, StepResult, Steps
+from services.engine.interface import Sequence, Steps
+from services.engine.loop import sequence_of
+from services.engine.messages import StepResult, SubmitSequence
 from services.engine.thread import EngineThread
 from services.engine.vllm_engine.formats import BLOCK_SIZE, format_here
 from services.holder.limits import SWITCH_INTERVAL_S
@@ -65,14 +68,17 @@ class _Loaded(NamedTuple):
     vocab_size: int
     rng: random.Random
 
-    def sequence(self, name: str, num_tokens: int, num_answer: int) -> Sequence:
+    def submission(self, number: int, num_tokens: int, num_answer: int) -> SubmitSequence:
         """Return a fresh prompt in the arena's first blocks."""
         blocks = num_blocks_for(num_tokens + num_answer, self.layout.block_size)
-        return Sequence(
-            RequestId(name), 1, random_tokens(self.rng, num_tokens, self.vocab_size), num_tokens,
-            SamplingParams(max_tokens=num_answer, temperature=0.0, ignore_eos=True),
-            (BlockTable(segments_of(range(blocks))),),
-        )  # fmt: skip
+        return SubmitSequence(
+            number=number,
+            request_id=RequestId("bench"),
+            tokens=pack_tokens(random_tokens(self.rng, num_tokens, self.vocab_size)),
+            num_prompt_tokens=num_tokens,
+            sampling=SamplingParams(max_tokens=num_answer, temperature=0.0, ignore_eos=True),
+            tables=(BlockTable(segments_of(range(blocks))),),
+        )
 
 
 def _load(model: str, num_tokens: int, token_budget: int) -> _Loaded:
@@ -121,10 +127,10 @@ def copy_times(model: str, num_tokens: int, num_rounds: int) -> CopyTimes:
     computed: list[tuple[float, float]] = []
     read: list[float] = []
     for number in range(num_rounds + 1):
-        sequence = loaded.sequence(f"copies-{number}", num_tokens, 2)
+        sequence = sequence_of(loaded.submission(2 * number, num_tokens, 2))
         sequence.max_local_tokens = 1
         times = step(sequence)
-        following = loaded.sequence(f"following-{number}", num_tokens, 2)
+        following = sequence_of(loaded.submission(2 * number + 1, num_tokens, 2))
         following.token_ids, following.num_computed_tokens = sequence.token_ids, num_tokens
         _, load_ms = step(following)
         if number:
@@ -151,7 +157,7 @@ def _beside(loaded: _Loaded, num_tokens: int, measure: Callable[[], float]) -> f
     def submit() -> None:
         nonlocal num_sent
         num_sent += 1
-        thread.submit(loaded.sequence(f"loop-{num_sent}", num_tokens, NUM_ANSWER))
+        thread.submit(loaded.submission(num_sent, num_tokens, NUM_ANSWER))
 
     def on_step(result: StepResult) -> None:
         if not is_over.is_set() and any(token.local_end for token in result.sampled):
@@ -160,7 +166,7 @@ def _beside(loaded: _Loaded, num_tokens: int, measure: Callable[[], float]) -> f
     steps: Steps = loaded.steps
     thread = EngineThread(steps, no_grammar, NO_CALLBACKS._replace(on_step=on_step))
     submit()
-    thread.start()
+    thread.start_engine()
     late_ms = measure()
     is_over.set()
     while thread.engine_load().num_running + thread.engine_load().num_queued:

@@ -16,10 +16,10 @@ from services.config import EngineConfig, WorkerConfig
 from services.engine import child
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
-from services.engine.border import LoadEngine
 from services.engine.checkpoint import Checkpoint
 from services.engine.fake import FakeEngine
 from services.engine.interface import EngineLostError, StepItem
+from services.engine.ipc import LoadEngine
 from services.engine.loading import AnswerRules, LoadedEngine
 from services.errors import UserError
 from services.sim.brackets import BracketGrammars

@@ -2,7 +2,8 @@
 
 from concurrent.futures import Future
 
-from services.engine.interface import EngineCallbacks, Grammar
+from services.engine.client import EngineCallbacks
+from services.engine.interface import Grammar
 
 NO_CALLBACKS = EngineCallbacks(lambda _: None, lambda _, __: None, lambda _: None)
 

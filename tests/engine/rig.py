@@ -1,5 +1,6 @@
 """What the engine's tests share: tiny checkpoints, engines over plain memory, and the library's own answer."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from pathlib import Path
@@ -78,6 +79,21 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0)
 
 
+NAMES: dict[int, str] = {}
+"""Those of the sequences that tests have made, by number."""
+
+
+def new_number(name: str) -> int:
+    """Return the number of a new sequence of this name."""
+    NAMES[len(NAMES) + 1] = name
+    return len(NAMES)
+
+
+def num_uncomputed(sequences: Iterable[Sequence]) -> int:
+    """Return how many tokens of prompts are left to compute."""
+    return sum(each.num_uncomputed_tokens for each in sequences if each.num_uncomputed_tokens > 1)
+
+
 def make_sequence(
     name: str,
     prompt: Seq[int],
@@ -91,7 +107,7 @@ def make_sequence(
     """Return a sequence that has the same blocks in each of `num_groups` cache groups."""
     return Sequence(
         request_id=RequestId(name),
-        attempt=0,
+        number=new_number(name),
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
         sampling=sampling,
@@ -133,7 +149,7 @@ def run_batch(engine: Engine, batch: Batch, answers: dict[str, list[int]] | None
         result = batch.commit(items, engine.compute(items), 0, 0)
         batch.check_integrity()
         for token in result.sampled:
-            answers.setdefault(token.sequence.request_id, []).append(token.token_id)
+            answers.setdefault(NAMES[token.number], []).append(token.token_id)
     return answers
 
 

@@ -10,9 +10,10 @@ from dataplane.blocks.layout import KVLayout, Segment, uniform_shape
 from dataplane.memory.arena import Arena
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
-from services.engine.interface import EngineFailedError, StepItem
+from services.engine.interface import EngineFailedError, Sequence, StepItem
 from services.engine.torch_engine.attention import KVTensors
 from tests.engine.rig import (
+    NAMES,
     NUM_BLOCKS,
     Allocator,
     arena_bytes,
@@ -101,7 +102,7 @@ def test_sequences_that_join_later_do_not_disturb(tiny: Tiny) -> None:
         for _ in range(3):
             items = batch.plan()
             for token in batch.commit(items, engine.compute(items), 0, 0).sampled:
-                answers.setdefault(token.sequence.request_id, []).append(token.token_id)
+                answers.setdefault(NAMES[token.number], []).append(token.token_id)
     run_batch(engine, batch, answers)
     for request, prompt in prompts.items():
         num_near_ties(folder, prompt, answers[request], generate(folder, prompt, 15), sampling)
@@ -119,24 +120,25 @@ def test_a_hand_over_continues_with_the_same_tokens(tiny: Tiny, temperature: flo
         whole.add(make_sequence(request, prompt, Allocator(first=n * 12).take(len(prompt) + 16), sampling))
     expected = run_batch(source, whole)
 
-    prefill, decode = Batch(31), Batch(31)
+    prefill, decode, held = Batch(31), Batch(31), dict[str, Sequence]()
     for n, (request, prompt) in enumerate(prompts.items()):
         segments = Allocator(run=2, first=n * 30).take(len(prompt) + 1)
-        prefill.add(make_sequence(request, prompt, segments, sampling, max_local_tokens=1))
+        held[request] = make_sequence(request, prompt, segments, sampling, max_local_tokens=1)
+        prefill.add(held[request])
     answers: dict[str, list[int]] = {}
     allocator = Allocator(run=5, first=1)
     while items := prefill.plan():
         for token in prefill.commit(items, source.compute(items), 0, 0).sampled:
             assert token.local_end
             assert token.finish_reason is None
-            held, request = token.sequence, token.sequence.request_id
+            request = NAMES[token.number]
             prompt = prompts[request]
             segments = allocator.take(len(prompt) + 16)
             copy_kv(
                 arena_bytes(source),
                 arena_bytes(target),
                 source.layout,
-                (held.tables[0].segments, segments),
+                (held[request].tables[0].segments, segments),
                 len(prompt),
             )
             received = make_sequence(request, prompt, segments, sampling)

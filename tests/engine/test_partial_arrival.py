@@ -21,6 +21,7 @@ from tests.bench.bench_loss import (
     arena_shape,
     lost_requests,
 )
+from tests.engine.rig import num_uncomputed
 
 FULL = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)
 WINDOWED = KVLayout(
@@ -60,7 +61,7 @@ class Arrivals:
         table = BlockTable((Segment(number * _num_blocks(), _num_blocks()),))
         sequence = Sequence(
             request_id=RequestId(f"r{number}"),
-            attempt=0,
+            number=number,
             token_ids=list(self.prompts[number]),
             num_prompt_tokens=PROMPT_TOKENS,
             sampling=_greedy(ANSWER_TOKENS),
@@ -118,9 +119,9 @@ def test_ready_sequences_decode_in_every_step(layout: KVLayout, token_budget: in
             assert any(item.sequence in waiting for item in items), "what was lost makes progress in every step"
         result = batch.commit(items, arrivals.engine.compute(items), 0, 0)
         batch.check_integrity()
-        sampled = [token.sequence for token in result.sampled]
+        sampled = [token.number for token in result.sampled]
         for sequence in running:
-            assert sampled.count(sequence) == 1, "a ready sequence waits for no more than this step"
+            assert sampled.count(sequence.number) == 1, "a ready sequence waits for no more than this step"
     missing = PROMPT_TOKENS + 1 - LANDED_TOKENS
     assert all(missing - 1 <= count <= missing for count in computed.values()), "only what is missing is computed"
     assert (num_steps_with_lost > 0) == (num_lost > 0)
@@ -137,7 +138,7 @@ def test_lost_kv_is_computed_in_as_few_steps_as_the_budget_allows(num_lost: int)
         batch.add(sequence)
     while any(sequence.num_uncomputed_tokens > 1 for sequence in arrivals.lost):
         num_decodes = len(batch) - sum(sequence.num_uncomputed_tokens > 1 for sequence in arrivals.lost)
-        wanted = num_decodes + batch.load().num_uncomputed_tokens
+        wanted = num_decodes + num_uncomputed(arrivals.sequences)
         items = batch.plan()
         assert sum(item.num_tokens for item in items) == min(token_budget, wanted)
         batch.commit(items, arrivals.engine.compute(items), 0, 0)

@@ -1,4 +1,4 @@
-"""The engine's process: how it starts and ends, whatever it says, and what crosses the border."""
+"""The engine's process: how it starts and ends, whatever it says, and the channel to it."""
 
 import errno
 import gc
@@ -18,27 +18,17 @@ import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment, uniform_shape
 from dataplane.carriers.host import HostArena
+from schemas.block import pack_tokens
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.border import (
-    BorderError,
-    BorderMessage,
-    Channel,
-    LoadEngine,
-    StartGrammar,
-    StopEngine,
-    SubmitSequence,
-    ToEngine,
-)
-from services.engine.fake import fake_answer
-from services.engine.interface import GrammarError, InvalidSequenceError, Sequence
-from services.engine.process import submission
+from services.engine.client import EngineStoppedError
+from services.engine.interface import GrammarError
+from services.engine.ipc import Channel, IpcError, LoadEngine, ToProcess
+from services.engine.messages import EngineMessage, StartGrammar, StopEngine, SubmitSequence
 from services.engine.spawn import KEEPS_MEMORY, EngineChild, ending, spawn_child
-from services.engine.thread import EngineStoppedError
 from services.errors import UserError
-from services.sim.brackets import Brackets
 from tests.engine import fake_child
-from tests.engine.test_thread import LAYOUT, NUM_BLOCKS, TIMEOUT, Rig
+from tests.engine.client_rig import LAYOUT, NUM_BLOCKS, TIMEOUT, Rig
 from tests.waiting import wait_until
 
 SHAPE = uniform_shape(LAYOUT, NUM_BLOCKS)
@@ -47,7 +37,7 @@ SHAPE = uniform_shape(LAYOUT, NUM_BLOCKS)
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig(in_process=True)
-    made.thread.start()
+    made.engine.start_engine()
     yield made
     made.close()
 
@@ -83,20 +73,20 @@ def test_a_process_that_ends_fails_all_that_it_had(rig: Rig, end: Callable[[Rig]
     assert {(kind, name) for kind, name, _ in failed} == {("failed", "a"), ("failed", "b")}
     assert all(said.startswith(reason) for _, _, said in failed)
     (death,) = rig.deaths
-    assert ("a", 0) in death.in_step and len(death.had) == 2
-    assert rig.thread.engine_load() == (0, 0, 0)
+    assert 1 in death.in_step and death.had == {1, 2}
+    assert rig.engine.engine_load() == (0, 0, 0)
     rig.gate.set()
     assert rig.next() == ("back", "", "")
     rig.submit("c")
     assert rig.next() == ("ended", "c", "length")
-    assert not rig.thread.has_failed
+    assert not rig.engine.has_failed
 
 
 @pytest.fixture
 def hurried() -> Iterator[Rig]:
     """A step must not take long."""
     made = Rig(in_process=True, step_timeout_s=0.5)
-    made.thread.start()
+    made.engine.start_engine()
     yield made
     made.close()
 
@@ -108,7 +98,7 @@ def test_a_step_that_hangs_is_ended_and_says_whom_it_computed(hurried: Rig, capl
     in_step(hurried)
     hurried.submit("b")
     assert {hurried.next(), hurried.next()} == {("failed", name, HUNG) for name in ("a", "b")}
-    assert hurried.deaths[0].in_step == {("a", 0)}
+    assert hurried.deaths[0].in_step == {1}
     assert f"{HUNG} while it computed a; it is started again" in caplog.text
     hurried.gate.set()
     assert hurried.next() == ("back", "", "")
@@ -116,11 +106,11 @@ def test_a_step_that_hangs_is_ended_and_says_whom_it_computed(hurried: Rig, capl
 
 def test_a_process_that_stands_still_hangs_once_it_has_something_to_compute(hurried: Rig) -> None:
     os.kill(hurried.child.process.pid, signal.SIGSTOP)
-    hurried.thread._thread.join(1.0)  # type: ignore[union-attr]
+    hurried.engine._thread.join(1.0)  # type: ignore[attr-defined]
     assert not hurried.deaths, "it has nothing to do"
     hurried.submit("a")
     assert hurried.next() == ("failed", "a", HUNG)
-    assert hurried.deaths[0].had == {("a", 0)}
+    assert hurried.deaths[0].had == {1}
     assert hurried.next() == ("back", "", "")
     hurried.submit("b")
     assert hurried.next() == ("ended", "b", "length")
@@ -154,16 +144,16 @@ def test_nothing_is_taken_while_there_is_none(rig: Rig, monkeypatch: pytest.Monk
 
     rig.start_child = start_later  # type: ignore[assignment]
     in_step(rig)
-    understood = rig.thread.start_grammar("brackets 2")
+    understood = rig.engine.start_grammar("brackets 2")
     rig.child.process.kill()
     assert rig.next()[:2] == ("failed", "a")
     assert understood.exception(TIMEOUT) is None or isinstance(understood.exception(), GrammarError)
     with pytest.raises(EngineStoppedError, match="starting"):
         rig.submit("b")
     with pytest.raises(EngineStoppedError, match="starting"):
-        rig.thread.cancel(RequestId("a"), 0)
+        rig.cancel("a")
     with pytest.raises(GrammarError):
-        rig.thread.start_grammar("brackets 2").result(TIMEOUT)
+        rig.engine.start_grammar("brackets 2").result(TIMEOUT)
     may_start.set()
     rig.gate.set()
     assert rig.next() == ("back", "", "")
@@ -233,7 +223,7 @@ def test_what_goes_wrong_here_is_the_engine_s_death_and_no_end(rig: Rig, caplog:
         def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
             raise RuntimeError("nobody foresaw this")
 
-    rig.submit("a", layer_listener=BadListener())
+    rig.submit("a", listener=BadListener())
     assert rig.next()[:2] == ("failed", "a")
     assert "nobody foresaw this" in caplog.text
     assert rig.next() == ("back", "", "")
@@ -243,7 +233,7 @@ def test_what_goes_wrong_here_is_the_engine_s_death_and_no_end(rig: Rig, caplog:
 
 def test_one_that_is_being_started_is_ended_too() -> None:
     made = Rig(in_process=True)
-    made.thread.start()
+    made.engine.start_engine()
     started = threading.Event()
     start_child = made.start_child
 
@@ -256,7 +246,7 @@ def test_one_that_is_being_started_is_ended_too() -> None:
     made.start_child = start_slowly  # type: ignore[assignment]
     made.child.process.kill()
     assert started.wait(TIMEOUT)
-    assert made.thread.stop_engine(0.1)
+    assert made.engine.stop_engine(0.1)
     made.close()
     assert made.child.process.poll() is not None
 
@@ -264,13 +254,13 @@ def test_one_that_is_being_started_is_ended_too() -> None:
 def test_a_step_that_does_not_end_is_ended_with_its_process(rig: Rig) -> None:
     in_step(rig)
     rig.submit("b")
-    assert rig.thread.stop_engine(0.01)
+    assert rig.engine.stop_engine(0.01)
     assert {rig.next(), rig.next()} == {("failed", name, "the engine was stopped") for name in ("a", "b")}
     assert not rig.deaths
     with pytest.raises(EngineStoppedError):
         rig.submit("c")
     with pytest.raises(EngineStoppedError):
-        rig.thread.cancel(RequestId("a"), 0)
+        rig.cancel("a")
 
 
 def test_what_a_terminal_or_an_init_sends_to_all_does_not_end_it(rig: Rig) -> None:
@@ -280,76 +270,11 @@ def test_what_a_terminal_or_an_init_sends_to_all_does_not_end_it(rig: Rig) -> No
     assert rig.next() == ("ended", "r", "length")
 
 
-def test_what_cannot_be_computed_does_not_cross(rig: Rig) -> None:
-    with pytest.raises(InvalidSequenceError, match="vocabulary"):
-        rig.submit("r", token_ids=[1, 999])
-    rig.gate.clear()
-    rig.submit("r")
-    with pytest.raises(InvalidSequenceError, match="already"):
-        rig.submit("r")
-    rig.gate.set()
-    assert rig.next() == ("ended", "r", "length")
-
-
-def test_layers_are_told_as_they_are_written(rig: Rig) -> None:
-    """Two sequences at once: each layer of each ends complete before the step is told, and none goes back."""
-    heard: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
-
-    class Listener:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
-            heard[self.name].append((layer, num_tokens))
-
-    for name, length in (("a", 40), ("b", 50)):
-        rig.submit(name, length, layer_listener=Listener(name))
-    assert {rig.next()[1], rig.next()[1]} == {"a", "b"}
-    for name, length in (("a", 40), ("b", 50)):
-        last = dict(heard[name])
-        assert set(last) == set(range(LAYOUT.num_layers)) and min(last.values()) >= length
-        for layer in last:
-            told = [num_tokens for other, num_tokens in heard[name] if other == layer]
-            assert told == sorted(told)
-    assert len(rig.thread._free_rows) == 16_384, "a row is given back"  # type: ignore[union-attr]
-
-
 def test_it_writes_into_the_worker_s_arena(rig: Rig) -> None:
     before = rig.arena.array.copy()
     rig.submit("r")
     rig.next()
     assert not np.array_equal(rig.arena.array, before)
-
-
-def test_logarithms_cross(rig: Rig) -> None:
-    sampling = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, prompt_logprobs=1)
-    sequence = rig.submit("r", sampling=sampling, wants_prompt_logprobs=True)
-    rig.next()
-    threaded = Rig()
-    expected = threaded.submit("r", sampling=sampling, wants_prompt_logprobs=True)
-    threaded.thread.start()
-    threaded.next()
-    threaded.close()
-    assert len(sequence.prompt_logprobs) == 19 and sequence.prompt_logprobs == expected.prompt_logprobs
-    assert sequence.token_ids == expected.token_ids
-
-
-def test_a_grammar_is_understood_there(rig: Rig) -> None:
-    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, grammar="brackets 2")
-    rig.thread.start_grammar("brackets 2").result(TIMEOUT)
-    rig.submit("r", max_tokens=40, sampling=sampling, stop_token_ids=frozenset({0}))
-    kind, _, _ = rig.next()
-    grammar = Brackets(2, fake_child.VOCAB, 0)
-    assert kind == "ended"
-    prompt = list(range(20))
-    answer = fake_answer(LAYOUT, prompt, sampling, vocab_size=fake_child.VOCAB, eos=(0,), grammar=grammar)
-    assert rig.answers["r"] == answer
-    with pytest.raises(GrammarError):
-        rig.thread.start_grammar("nonsense").result(TIMEOUT)
-
-
-def test_what_its_library_has_counted_is_asked_for(rig: Rig) -> None:
-    assert "python_info{" in rig.thread.library_text("python_info")
 
 
 def test_an_engine_that_cannot_be_made_says_why_in_a_line() -> None:
@@ -430,7 +355,7 @@ def _is_running(pid: int) -> bool:
 
 def rig_with_spare(*, is_ready: bool = True) -> Rig:
     made = Rig(in_process=True, num_spares=1)
-    made.thread.start()
+    made.engine.start_engine()
     if is_ready:
         wait_until(lambda: made.spares.count_loaded()[0] == 1)
     return made
@@ -439,17 +364,17 @@ def rig_with_spare(*, is_ready: bool = True) -> Rig:
 def test_a_spare_takes_over_and_another_one_is_loaded() -> None:
     rig = rig_with_spare()
     first, spare = rig.started
-    assert rig.thread.lives.num_spares == 1 and rig.thread.lives.spare_bytes == spare.num_bytes > 1 << 20
+    assert rig.engine.lives.num_spares == 1 and rig.engine.lives.spare_bytes == spare.num_bytes > 1 << 20
     in_step(rig)
     first.process.kill()
     assert rig.next()[:2] == ("failed", "a")
     rig.gate.set()
     assert rig.next() == ("back", "", "")
-    assert rig.thread._child is spare  # type: ignore[union-attr]
+    assert rig.engine._child is spare  # type: ignore[attr-defined]
     rig.submit("b")
     assert rig.next() == ("ended", "b", "length")
     wait_until(lambda: rig.spares.count_loaded()[0] == 1)
-    assert rig.thread.lives.num_starts == 2 and len(rig.started) == 3
+    assert rig.engine.lives.num_starts == 2 and len(rig.started) == 3
     rig.close()
     assert all(child.has_ended for child in rig.started)
 
@@ -461,11 +386,11 @@ def test_a_spare_that_is_being_loaded_is_waited_for() -> None:
     os.kill(spare.process.pid, signal.SIGSTOP)
     if not rig.spares.count_loaded()[0]:
         first.process.kill()
-        rig.thread._thread.join(0.2)  # type: ignore[union-attr]
+        rig.engine._thread.join(0.2)  # type: ignore[attr-defined]
         assert rig.spares._loading is spare and len(rig.started) == 2
         os.kill(spare.process.pid, signal.SIGCONT)
         assert rig.next() == ("back", "", "")
-        assert rig.thread._child is spare  # type: ignore[union-attr]
+        assert rig.engine._child is spare  # type: ignore[attr-defined]
     rig.close()
 
 
@@ -491,7 +416,7 @@ def test_a_spare_that_is_dead_does_not_take_over() -> None:
 def test_without_memory_there_is_no_spare_and_the_engine_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(in_process=True, num_spares=1)
     rig.has_room = False
-    rig.thread.start()
+    rig.engine.start_engine()
     wait_until(lambda: "there is no memory for a spare engine" in caplog.text)
     rig.child.process.kill()
     assert rig.next() == ("back", "", "")
@@ -511,7 +436,7 @@ def test_a_spare_that_does_not_start_is_tried_again(caplog: pytest.LogCaptureFix
         return EngineChild(refused, "decode-0", rig.control.spawn)
 
     rig.start_child = start_first  # type: ignore[assignment]
-    rig.thread.start()
+    rig.engine.start_engine()
     wait_until(lambda: rig.spares.count_loaded()[0] == 1)
     assert f"a spare engine does not start: {fake_child.REFUSED}" in caplog.text
     rig.close()
@@ -525,7 +450,7 @@ def test_a_spare_that_hangs_is_waited_for_no_longer_than_an_engine_takes() -> No
     if not rig.spares.count_loaded()[0]:
         first.process.kill()
         assert rig.next() == ("back", "", "")
-        assert rig.thread._child is rig.started[2]  # type: ignore[union-attr]
+        assert rig.engine._child is rig.started[2]  # type: ignore[attr-defined]
     rig.close()
 
 
@@ -538,7 +463,7 @@ def test_where_no_process_is_to_be_had_the_spare_is_tried_again(caplog: pytest.L
         return EngineChild(fake_child.order_of(SHAPE, rig.arena.name, rig.arena.nonce), "decode-0", no_process)
 
     rig.start_child = start_first  # type: ignore[assignment]
-    rig.thread.start()
+    rig.engine.start_engine()
     wait_until(lambda: rig.spares.count_loaded()[0] == 1)
     assert "a spare engine does not start: [Errno 11]" in caplog.text
     rig.close()
@@ -561,21 +486,21 @@ def test_endings_in_words() -> None:
 # The channel.
 
 
-End = Channel[ToEngine]
+End = Channel[ToProcess]
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[End, End, socket.socket]]:
     """Two ends, and the socket of the second."""
     ours, theirs = socket.socketpair()
-    one, other = (End(sock, os.eventfd(0, os.EFD_NONBLOCK), ToEngine) for sock in (ours, theirs))
+    one, other = (End(sock, os.eventfd(0, os.EFD_NONBLOCK), ToProcess) for sock in (ours, theirs))
     yield one, other, theirs
     one.close()
     other.close()
 
 
-def hear(end: End, count: int) -> list[ToEngine]:
-    heard: list[ToEngine] = []
+def hear(end: End, count: int) -> list[ToProcess]:
+    heard: list[ToProcess] = []
     while len(heard) < count:
         heard += end.wait_messages()
     return heard
@@ -583,11 +508,11 @@ def hear(end: End, count: int) -> list[ToEngine]:
 
 def test_what_the_socket_does_not_take_waits_for_nobody_and_arrives_in_order(ends: tuple[End, End, Any]) -> None:
     one, other, _ = ends
-    said: list[BorderMessage] = [StartGrammar(size, "x" * size) for size in (5, 3_000_000, 7, 70_000)]
+    said: list[EngineMessage] = [StartGrammar(size, "x" * size) for size in (5, 3_000_000, 7, 70_000)]
     for message in said:  # nobody reads yet
         one.send_message(message)
         other.send_message(message)
-    heard: list[ToEngine] = []
+    heard: list[ToProcess] = []
     is_over = threading.Event()
 
     def go_on() -> None:
@@ -618,7 +543,7 @@ def test_what_the_socket_does_not_take_waits_for_nobody_and_arrives_in_order(end
 def test_nonsense_is_an_error(data: bytes, ends: tuple[End, End, socket.socket]) -> None:
     one, _, theirs = ends
     theirs.send(data)
-    with pytest.raises(BorderError):
+    with pytest.raises(IpcError):
         hear(one, 1)
 
 
@@ -640,7 +565,8 @@ def test_an_order_crosses_as_it_is() -> None:
 def test_blocks_of_windowed_layers_cross() -> None:
     tables = (BlockTable((Segment(0, 3), Segment(9, 1))), BlockTable((Segment(4, 2),), 2))
     sampling = SamplingParams(max_tokens=3, logit_bias=((5, 1.5),), bad_words=((1, 2),))
-    sequence = Sequence(RequestId("r"), 2, [1, 2, 70_000], 3, sampling, tables, stop_token_ids=frozenset({7}))
-    message = submission(4, -1, sequence)
+    message = SubmitSequence(
+        number=4, request_id=RequestId("r"), tokens=pack_tokens([1, 2, 70_000]), num_prompt_tokens=3,
+        sampling=sampling, tables=tables, stop_token_ids=(7,),
+    )  # fmt: skip
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=SubmitSequence) == message
-    assert message.tables == tables

@@ -10,13 +10,15 @@ import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for
 from dataplane.carriers.host import HostArena
+from schemas.block import pack_tokens
 from schemas.ids import RequestId, WorkerId
-from schemas.logprobs import TokenLogprob
 from schemas.request import SamplingParams
 from services.config import EngineConfig, EngineName, MeshConfig, ModelConfig, WorkerConfig
 from services.engine.checkpoint import read_checkpoint
+from services.engine.client import EngineCallbacks
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.interface import EngineCallbacks, LayerListener, Sequence, StepResult
+from services.engine.interface import LayerListener
+from services.engine.messages import SampledToken, StepResult, SubmitSequence
 from services.engine.process import EngineProcess
 from services.launch.engine_choice import with_engine
 from services.worker.parts import load_parts
@@ -59,24 +61,25 @@ class Worker:
         self.parts = load_parts(config, "decode", WorkerId("decode-0"))
         assert isinstance(self.parts.arena, HostArena)
         self.arena = self.parts.arena.array
-        self.logprobs: dict[RequestId, list[TokenLogprob]] = {}
+        self.names: list[str] = []
+        self.tokens: dict[str, list[SampledToken]] = {}
         self.ends: queue.Queue[tuple[str, str]] = queue.Queue()
         self.engine = self.parts.make_engine(
             EngineCallbacks(
                 self._on_step,
-                lambda failed, reason: [self.ends.put((each.request_id, reason)) for each in failed],  # type: ignore[arg-type]
-                lambda removed: self.ends.put((removed.request_id, "removed")),
+                lambda failed, reason: [self.ends.put((self.names[each], reason)) for each in failed],  # type: ignore[arg-type]
+                lambda removed: self.ends.put((self.names[removed], "removed")),
             )
         )
         assert isinstance(self.engine, EngineProcess) == in_process
-        self.engine.start()
+        self.engine.start_engine()
 
     def close(self) -> None:
         assert self.engine.stop_engine(TIMEOUT)
         self.engine.close()
         self.parts.arena.close()
 
-    def sequence(
+    def submit(
         self,
         name: str,
         sampling: SamplingParams,
@@ -85,27 +88,37 @@ class Worker:
         tokens: list[int] | None = None,
         num_computed: int = 0,
         listener: LayerListener | None = None,
-    ) -> Sequence:
+    ) -> int:
+        """Return its number."""
         num_blocks = num_blocks_for(len(PROMPT) + sampling.max_tokens, self.parts.limits.block_size)
-        return Sequence(
-            RequestId(name), 1, list(tokens or PROMPT), len(PROMPT), sampling,
-            (BlockTable((Segment(first_block, num_blocks),)),), num_computed_tokens=num_computed,
-            layer_listener=listener, max_local_tokens=1 if listener else None,
-            stop_token_ids=self.parts.limits.eos_token_ids, wants_prompt_logprobs=sampling.prompt_logprobs is not None,
-        )  # fmt: skip
+        self.names.append(name)
+        sequence = SubmitSequence(
+            number=len(self.names) - 1,
+            request_id=RequestId(name),
+            tokens=pack_tokens(tokens or PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            sampling=sampling,
+            tables=(BlockTable((Segment(first_block, num_blocks),)),),
+            num_computed_tokens=num_computed,
+            max_local_tokens=1 if listener else None,
+            stop_token_ids=tuple(self.parts.limits.eos_token_ids),
+            wants_prompt_logprobs=sampling.prompt_logprobs is not None,
+        )
+        self.engine.submit(sequence, listener)
+        return sequence.number
 
-    def run(self, sequence: Sequence) -> list[int]:
-        """Return the answer, once it has ended well."""
-        self.engine.submit(sequence)
-        assert self.ends.get(timeout=TIMEOUT) == (sequence.request_id, "")
-        return sequence.token_ids[len(PROMPT) :]
+    def run(self, name: str, sampling: SamplingParams, first_block: int, **more: Any) -> list[int]:
+        """Return the answer's tokens, once it has ended well."""
+        self.submit(name, sampling, first_block, **more)
+        assert self.ends.get(timeout=TIMEOUT) == (name, "")
+        return [token.token_id for token in self.tokens[name]]
 
     def _on_step(self, result: StepResult) -> None:
         for token in result.sampled:
-            if token.logprob is not None:
-                self.logprobs.setdefault(token.sequence.request_id, []).append(token.logprob)
+            name = self.names[token.number]
+            self.tokens.setdefault(name, []).append(token)
             if token.local_end:
-                self.ends.put((token.sequence.request_id, ""))
+                self.ends.put((name, ""))
 
 
 Workers = tuple[Worker, Worker]
@@ -129,10 +142,10 @@ def both(workers: Workers, run: Callable[[Worker], Any]) -> list[Any]:
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_an_answer_is_the_same_in_both(kind: str, workers: Workers) -> None:
     def run(worker: Worker) -> object:
-        sequence = worker.sequence(f"answer-{kind}", SAMPLINGS[kind], 0)
-        answer = worker.run(sequence)
+        answer = worker.run(f"answer-{kind}", SAMPLINGS[kind], 0)
         assert len(answer) == SAMPLINGS[kind].max_tokens
-        told = [*sequence.prompt_logprobs, *worker.logprobs.get(sequence.request_id, ())]
+        tokens = worker.tokens[f"answer-{kind}"]
+        told = [*(tokens[0].prompt_logprobs or ()), *(token.logprob for token in tokens if token.logprob is not None)]
         return answer, [[token for token, _ in each.top] for each in told], [each.logprob for each in told]
 
     (answer, tops, logarithms), (answer_apart, tops_apart, logarithms_apart) = both(workers, run)
@@ -144,9 +157,10 @@ def test_a_prompt_is_told_layer_by_layer_and_goes_on_elsewhere(workers: Workers)
     """What one computes the other continues, either way round."""
     for source, target in (workers, workers[::-1]):
         layout, size = source.parts.shape.layout, source.parts.limits.block_size
-        expected = source.run(source.sequence("alone", SAMPLINGS["seeded"], 0))
+        number = len(source.names)
+        expected = source.run(f"alone-{number}", SAMPLINGS["seeded"], 0)
         heard = Heard()
-        (first,) = source.run(source.sequence("prompt", SAMPLINGS["seeded"], 100, listener=heard))
+        (first,) = source.run(f"prompt-{number}", SAMPLINGS["seeded"], 100, listener=heard)
         assert first == expected[0]
         for layer in range(layout.num_layers):
             told = [num_tokens for each, num_tokens in heard.told if each == layer]
@@ -154,20 +168,19 @@ def test_a_prompt_is_told_layer_by_layer_and_goes_on_elsewhere(workers: Workers)
         target.arena[:] = source.arena
         present = len(PROMPT) if not layout.whole_blocks else len(PROMPT) // size * size
         tokens = [*PROMPT, first]
-        following = target.sequence("following", SAMPLINGS["seeded"], 100, tokens=tokens, num_computed=present)
-        assert target.run(following) == expected
+        following = target.run(f"rest-{number}", SAMPLINGS["seeded"], 100, tokens=tokens, num_computed=present)
+        assert [first, *following] == expected
 
 
 def test_who_is_withdrawn_leaves_and_the_others_go_on(workers: Workers) -> None:
     def run(worker: Worker) -> object:
         long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-        worker.engine.submit(worker.sequence("withdrawn", long, 0))
-        other = worker.sequence("other", SAMPLINGS["greedy"], 60)
-        worker.engine.submit(other)
-        worker.engine.cancel(RequestId("withdrawn"), 1)
+        number = worker.submit("withdrawn", long, 0)
+        worker.submit("other", SAMPLINGS["greedy"], 60)
+        worker.engine.cancel(number)
         ends = {worker.ends.get(timeout=TIMEOUT) for _ in range(2)}
         assert ends == {("withdrawn", "removed"), ("other", "")}
-        return other.token_ids
+        return [token.token_id for token in worker.tokens["other"]]
 
     threaded, apart = both(workers, run)
     assert threaded == apart
@@ -178,9 +191,7 @@ def test_a_document_is_held_to_its_grammar(workers: Workers) -> None:
         grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
         sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=3, grammar=grammar)
         worker.engine.start_grammar(grammar).result(TIMEOUT)
-        sequence = worker.sequence("document", sampling, 0)
-        sequence.grammar = worker.engine.start_grammar(grammar)
-        return worker.run(sequence)
+        return worker.run("document", sampling, 0)
 
     threaded, apart = both(workers, run)
     assert threaded == apart

@@ -12,7 +12,7 @@ from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import Sequence
 from services.engine.table_checks import find_problem
-from tests.engine.rig import run_batch
+from tests.engine.rig import new_number, run_batch
 
 BLOCK_SIZE = 8
 WINDOW = 20
@@ -82,7 +82,7 @@ def test_a_ring_without_a_problem_gives_the_right_tokens(
     batch.add(
         Sequence(
             request_id=RequestId("r"),
-            attempt=0,
+            number=new_number("r"),
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             sampling=sampling,
@@ -99,7 +99,7 @@ def test_the_fake_fails_where_a_step_overwrites_what_it_still_sees() -> None:
     batch.add(
         Sequence(
             request_id=RequestId("r"),
-            attempt=0,
+            number=new_number("r"),
             token_ids=list(range(100)),
             num_prompt_tokens=100,
             sampling=SamplingParams(max_tokens=5, temperature=0.0),

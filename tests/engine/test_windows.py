@@ -19,7 +19,7 @@ from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.interface import Sequence
 from services.engine.torch_engine.model import TransformersEngine, load_engine
 from services.errors import CheckpointError
-from tests.engine.rig import BLOCK_SIZE, generate, greedy, num_near_ties, prompt_of, run_batch
+from tests.engine.rig import BLOCK_SIZE, generate, greedy, new_number, num_near_ties, prompt_of, run_batch
 
 Tiny = Callable[..., Path]
 
@@ -48,7 +48,7 @@ def load(folder: Path) -> tuple[TransformersEngine, BlockCache]:
 
 def sequence(name: str, tokens: list[int], tables: BlockTables, num_computed: int = 0) -> Sequence:
     return Sequence(
-        request_id=RequestId(name), attempt=0, token_ids=list(tokens), num_prompt_tokens=len(tokens),
+        request_id=RequestId(name), number=new_number(name), token_ids=list(tokens), num_prompt_tokens=len(tokens),
         sampling=greedy(NUM_ANSWER_TOKENS), tables=tables, num_computed_tokens=num_computed,
     )  # fmt: skip
 

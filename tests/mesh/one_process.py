@@ -43,9 +43,9 @@ from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerCo
 from services.directory.service import run_directory
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
+from services.engine.client import EngineClient
 from services.engine.fake import FakeEngine
-from services.engine.interface import Engine, StartGrammar
-from services.engine.process import RunningEngine
+from services.engine.interface import CompileGrammar, Engine
 from services.engine.thread import EngineThread
 from services.holder.core.checks import WorkerLimits
 from services.runtime import now_ms
@@ -74,13 +74,13 @@ def steps_of(engine: Engine, token_budget: int = TOKEN_BUDGET) -> BatchSteps:
     return BatchSteps(engine, batch) if virtual.network() is None else SimSteps(engine, batch, Pace())
 
 
-def thread_of(steps: BatchSteps, start_grammar: StartGrammar) -> MakeEngine:
+def thread_of(steps: BatchSteps, start_grammar: CompileGrammar) -> MakeEngine:
     return partial(EngineThread if virtual.network() is None else SimEngineThread, steps, start_grammar)
 
 
-def in_engine(parts: WorkerParts) -> tuple[BatchSteps, StartGrammar]:
+def in_engine(parts: WorkerParts) -> tuple[BatchSteps, CompileGrammar]:
     """Return what the engine's thread of a worker is made of."""
-    return cast("partial[RunningEngine]", parts.make_engine).args  # type: ignore[return-value]
+    return cast("partial[EngineClient]", parts.make_engine).args  # type: ignore[return-value]
 
 
 def fake_engine(parts: WorkerParts) -> FakeEngine:
@@ -96,7 +96,7 @@ def make_parts(
     num_blocks: int = 256,
     layout: KVLayout = LAYOUT,
     lease_ms: int = LEASE_MS,
-    start_grammar: StartGrammar = GRAMMARS.compile,
+    start_grammar: CompileGrammar = GRAMMARS.compile,
 ) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
     platform = virtual.platform_of(worker_id)

@@ -71,7 +71,7 @@ class SingleProcess:
         batch.add(
             Sequence(
                 request_id=RequestId(f"single-{number}"),
-                attempt=0,
+                number=number,
                 token_ids=list(case.prompt),
                 num_prompt_tokens=len(case.prompt),
                 sampling=case.sampling,

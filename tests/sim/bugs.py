@@ -303,23 +303,14 @@ def lease_without_references(patch: pytest.MonkeyPatch) -> None:
 
 @bug("what a dead engine's step was writing is believed", "kill_engine", "hang_engine", options=BUSY)
 def void_blocks_are_believed(patch: pytest.MonkeyPatch) -> None:
-    on_died, give = EngineFeed._on_died, EngineFeed._give
-
-    def given_to(feed: EngineFeed) -> dict[Any, Any]:
-        return vars(feed).setdefault("given", {})
-
-    def remember(self: EngineFeed, sequence: Any) -> None:
-        given_to(self)[sequence.request_id, sequence.attempt] = sequence
-        give(self, sequence)
+    on_died = EngineFeed._on_died
 
     def believe(self: EngineFeed, death: Any) -> None:
-        for key in death.in_step:
-            if (attempt := self._attempts.get(key)) is not None:
-                sequence = given_to(self)[key]
-                self.note_written(sequence, attempt, len(sequence.token_ids))
+        for number in death.in_step:
+            if (attempt := self._attempts.of_engine.get(number)) is not None:
+                self.note_written(attempt, len(attempt.token_ids))
         on_died(self, death)
 
-    patch.setattr(EngineFeed, "_give", remember)
     patch.setattr(EngineFeed, "_on_died", believe)
 
 
@@ -449,7 +440,7 @@ def cached_before_computed(patch: pytest.MonkeyPatch) -> None:
 
     def early(self: Any, action: Any) -> None:
         submit(self, action)
-        self.note_written(action.sequence, action.attempt, len(action.sequence.token_ids))
+        self.note_written(action.attempt, len(action.attempt.token_ids))
 
     patch.setattr(EngineFeed, "submit", early)
 
@@ -490,10 +481,10 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
     keep = EngineFeed.note_written
 
-    def rounded_up(self: EngineFeed, sequence: Any, attempt: Any, num_tokens: int, *, ended: bool = False) -> None:
+    def rounded_up(self: EngineFeed, attempt: Any, num_tokens: int, *, ended: bool = False) -> None:
         block_size = attempt.hasher.block_size
-        up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
-        keep(self, sequence, attempt, up, ended=ended)
+        up = min(len(attempt.token_ids), -(-num_tokens // block_size) * block_size)
+        keep(self, attempt, up, ended=ended)
 
     patch.setattr(EngineFeed, "note_written", rounded_up)
 
@@ -866,9 +857,9 @@ def resumed_answer_repeats_itself(patch: pytest.MonkeyPatch) -> None:
 def first_token_twice(patch: pytest.MonkeyPatch) -> None:
     submit = Attempts.submit
 
-    def shifted(self: Any, attempt: Any, token_ids: list[int]) -> Any:
-        first = token_ids[len(attempt.prompt) :]
-        return submit(self, attempt, [*token_ids, *first])
+    def shifted(self: Any, attempt: Any) -> Any:
+        attempt.token_ids += attempt.token_ids[attempt.num_prompt_tokens :]
+        return submit(self, attempt)
 
     patch.setattr(Attempts, "submit", shifted)
 
@@ -916,7 +907,7 @@ def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
         twin = self._twins.find_any(attempt)
         has_room = allocate(self, attempt, **terms)
         if has_room and twin is not None and attempt.kv is not None:
-            num_tokens = min(twin.end_block * self.limits.block_size, len(attempt.prompt) - 1)
+            num_tokens = min(twin.end_block * self.limits.block_size, attempt.num_prompt_tokens - 1)
             attempt.kv.num_cached_tokens = attempt.kv.num_present_tokens = num_tokens
         return has_room
 
@@ -950,8 +941,8 @@ def moved_prompt_leaves_its_lease(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the token that an answer moves with is counted among those whose KV is in place", options=DRAINED)
 def moved_with_a_token_that_was_never_computed(patch: pytest.MonkeyPatch) -> None:
-    def keep_ended(self: EngineFeed, sequence: Any, attempt: Any) -> None:
-        self.note_written(sequence, attempt, len(sequence.token_ids), ended=True)
+    def keep_ended(self: EngineFeed, attempt: Any) -> None:
+        self.note_written(attempt, len(attempt.token_ids), ended=True)
 
     patch.setattr(EngineFeed, "keep_ended", keep_ended)
 

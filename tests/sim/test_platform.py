@@ -6,11 +6,13 @@ import logging
 import pytest
 
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
+from schemas.block import pack_tokens
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
+from services.engine.client import EngineCallbacks
 from services.engine.fake import FakeEngine, fake_answer
-from services.engine.interface import EngineCallbacks, Sequence, StepResult
+from services.engine.messages import StepResult, SubmitSequence
 from services.sim.platform import threads
 from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
 from tests.engine.quiet import no_grammar
@@ -98,16 +100,24 @@ def test_threads_that_never_end_are_unwound() -> None:
 # The engine.
 
 
-def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResult], list[str]]:
+def submitted(number: int, num_tokens: int, max_tokens: int) -> SubmitSequence:
+    return SubmitSequence(
+        number=number, request_id=RequestId(f"r{number}"), tokens=pack_tokens(range(num_tokens)),
+        num_prompt_tokens=num_tokens, sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        tables=(BlockTable((Segment(0, 4),)),),
+    )  # fmt: skip
+
+
+def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResult], list[int]]:
     """Compute a prompt of 40 tokens and 5 tokens of an answer. Returns what the layers told, and the steps."""
     heard: list[tuple[int, int, float]] = []
     steps: list[StepResult] = []
-    left: list[str] = []
+    left: list[int] = []
     layout = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=4, block_size=16)
     shape = uniform_shape(layout, 4)
 
     class Listener:
-        def advance(self, layer: int, num_tokens: int) -> None:
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
             heard.append((layer, num_tokens, round(threads.now_s(), 4)))
 
     async def live() -> None:
@@ -117,20 +127,17 @@ def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResul
             no_grammar,
             EngineCallbacks(
                 steps.append,
-                lambda sequences, _: left.extend(s.request_id for s in sequences),
-                lambda sequence: left.append(sequence.request_id),
+                lambda numbers, _: left.extend(numbers),
+                left.append,
             ),
         )  # fmt: skip
-        thread.start()
-        sampling = SamplingParams(max_tokens=5, temperature=0.0)
-        tables = (BlockTable((Segment(0, 4),)),)
-        prompt = list(range(40))
-        sequence = Sequence(RequestId("r"), 0, list(prompt), 40, sampling, tables, layer_listener=Listener())
-        thread.submit(sequence)
+        thread.start_engine()
+        first = submitted(1, 40, 5)
+        thread.submit(first, Listener())
         await asyncio.sleep(10.0)
-        assert sequence.token_ids[40:] == fake_answer(layout, prompt, sampling)
-        more = Sequence(RequestId("more"), 0, list(prompt), 40, sampling, tables)
-        thread.submit(more)
+        answer = [token.token_id for step in steps for token in step.sampled]
+        assert answer == fake_answer(layout, list(range(40)), first.sampling)
+        thread.submit(submitted(2, 40, 5))
         await asyncio.sleep(0.001)
         thread.stop_engine(1.0)
         await asyncio.sleep(1.0)
@@ -144,7 +151,7 @@ def test_engine_steps_take_virtual_time_layer_by_layer() -> None:
     heard, steps, left = engine_run(Pace(base_s=0.08, prefill_token_s=0.01, decode_token_s=0.02))
     assert heard[:6] == [(0, 32, 0.1), (1, 32, 0.2), (2, 32, 0.3), (0, 40, 0.44), (1, 40, 0.48), (2, 40, 0.52)]
     assert [round((step.ended_ns - step.started_ns) / 1e9, 3) for step in steps[:6]] == [0.4, 0.16, 0.1, 0.1, 0.1, 0.1]
-    assert left == ["more"], "what is left is failed when it is stopped"
+    assert left == [2], "what is left is failed when it is stopped"
 
 
 @pytest.mark.parametrize(("for_s", "is_killed"), [(0.9, False), (60.0, True)], ids=["for a while", "for good"])
@@ -164,13 +171,11 @@ def test_an_engine_that_hangs_goes_on_or_is_killed_in_its_step(for_s: float, *, 
             on_back=lambda: told.append("back"),
         )
         thread = SimEngineThread(SimSteps(engine, Batch(32), Pace(base_s=0.4)), no_grammar, callbacks)
-        thread.start()
+        thread.start_engine()
         await asyncio.sleep(0.1)
         thread.hang_engine(for_s)
         await asyncio.sleep(0.3)
-        tables = (BlockTable((Segment(0, 4),)),)
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        thread.submit(Sequence(RequestId("r"), 0, list(range(20)), 20, sampling, tables))
+        thread.submit(submitted(1, 20, 1))
         await asyncio.sleep(10.0)
 
     virtually(live)

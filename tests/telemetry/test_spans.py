@@ -27,7 +27,7 @@ from schemas.request import (
 )
 from schemas.worker import BlockCounts
 from services.config import MeshConfig, TelemetryConfig, apply_environment
-from services.engine.interface import SampledToken, Sequence, StepResult
+from services.engine.messages import SampledToken, StepResult
 from services.errors import UserError
 from services.gateway.limits import MAX_KEEPS_PER_S
 from services.gateway.observe.answer_observer import AnswerObserver, ChoiceSpans, KeepRate
@@ -41,7 +41,6 @@ from services.gateway.request.live import LiveRequest, Told
 from services.gateway.request.mailbox import Mailbox
 from services.holder.core.actions import Emit, SendReply, Submit
 from services.holder.core.attempt import Attempt
-from services.holder.core.content import AttemptKey
 from services.holder.core.events import AttemptAsked
 from services.holder.core.leases import LeaseTable
 from services.holder.limits import MAX_LINKED_STEPS
@@ -205,30 +204,24 @@ def test_a_parent_is_written_before_its_children(tmp_path: Path) -> None:
     assert names == [b"prefill", b"prefill.queue"]
 
 
-def sequence(max_local_tokens: int | None = None) -> Sequence:
-    return Sequence(
-        request_id=RequestId("req-1"), attempt=1, token_ids=[1, 2, 3], num_prompt_tokens=3,
-        sampling=SamplingParams(max_tokens=100), tables=(), max_local_tokens=max_local_tokens,
-    )  # fmt: skip
-
-
-def step(seq: Sequence, at_ns: int, *, samples: bool) -> StepResult:
-    sampled = (SampledToken(seq, 0, 5, None, False),) if samples else ()
-    return StepResult(at_ns, at_ns + 5, 0 if samples else 1, int(samples), ((seq, 1),), sampled)
+def step(at_ns: int, *, samples: bool) -> StepResult:
+    """Of the first sequence that a worker submits."""
+    sampled = (SampledToken(1, 0, 5, None, False),) if samples else ()
+    return StepResult(at_ns, at_ns + 5, 0 if samples else 1, int(samples), ((1, 1),), sampled)
 
 
 @pytest.mark.parametrize("flags", ["00", "01"])
 def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -> None:
     made, recorded = telemetry()
-    spans, seq, attempt = WorkerSpans(made, "worker-0"), sequence(), attempt_of(f"00-{TRACE}-{SPAN}-{flags}")
+    spans, attempt = WorkerSpans(made, "worker-0"), attempt_of(f"00-{TRACE}-{SPAN}-{flags}")
 
-    def find(_: AttemptKey) -> Attempt:
+    def find(_: int) -> Attempt:
         return attempt
 
     attempt.times.computes_prompt = attempt.times.decodes = True
     for number in range(4 * MAX_LINKED_STEPS):
         samples = number >= 2 * MAX_LINKED_STEPS
-        result = step(seq, 10 * number + 10, samples=samples)
+        result = step(10 * number + 10, samples=samples)
         attempt.times.stepped(result.started_ns, result.ended_ns)
         if samples:
             attempt.times.sampled(result.ended_ns)
@@ -256,13 +249,13 @@ def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     asked = AttemptAsked(
         case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01"
     )
-    submit = case.one(case.decide(core, asked, 0), Submit)
+    case.one(case.decide(core, asked, 0), Submit)
     again = AttemptAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01", AHEAD_NS), f"00-{TRACE}-{SPAN}-01")
     reply = case.one(case.decide(core, again, 1), SendReply).message
     accepted_ns = asked.times.accepted_ns
     date_ns = accepted_ns + AHEAD_NS
     assert isinstance(reply, AttemptAccepted) and reply.accepted_ns == date_ns, "a repeat changes nothing"
-    result = step(submit.sequence, accepted_ns + 100, samples=True)
+    result = step(accepted_ns + 100, samples=True)
     report = case.one(case.decide(core, result, 2), Emit).tokens.report
     assert report is not None and report.first_token == FirstTokenTimes(
         accepted_ns=date_ns, first_step_ns=date_ns + 100, computed_ns=date_ns + 105

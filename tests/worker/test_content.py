@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.blocks.layout import BlockTable, KVLayout
+from dataplane.blocks.layout import KVLayout
 from dataplane.protocol.stream import TransferStats
 from schemas.block import BlockHasher, hash_blocks
-from schemas.ids import RequestId, WorkerId
-from schemas.request import KVSource, SamplingParams
-from services.engine.interface import Sequence, StepResult
+from schemas.ids import WorkerId
+from schemas.request import KVSource
+from services.engine.messages import StepResult
 from services.holder.core.content import PromptKV, ReadOutcome
 from services.holder.limits import STALE_RATE_MS
 from services.worker.observe.measured_rates import MeasuredRates
@@ -71,11 +71,7 @@ def test_what_is_computed_again_counts_as_computed(kept: int, expected: dict[str
 
 
 def step(num_prefill: int, num_decode: int, context: int, ms: float) -> StepResult:
-    sequence = Sequence(
-        request_id=RequestId("r"), attempt=1, token_ids=[1], num_prompt_tokens=1,
-        sampling=SamplingParams(max_tokens=1), tables=(BlockTable(()),),
-    )  # fmt: skip
-    return StepResult(0, int(ms * 1e6), num_prefill, num_decode, ((sequence, context),), ())
+    return StepResult(0, int(ms * 1e6), num_prefill, num_decode, ((1, context),), ())
 
 
 @pytest.mark.parametrize(("reused", "expected"), [(0, (16, 24)), (20, (36, 4)), (100, (40, 0))])

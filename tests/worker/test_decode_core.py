@@ -80,7 +80,7 @@ def test_a_hand_over_from_reservation_to_the_last_token() -> None:
     actions = bench.whole(FIRST)
     assert published(actions) == [KVLanded]
     sequence = one(actions, Submit).sequence
-    assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.index) == (9, 6, 1)
+    assert (case.tokens_of(sequence)[-1], sequence.num_computed_tokens, case.index_of(sequence)) == (9, 6, 1)
     emit = one(bench.hear(case.sampled(sequence, 1), 1), Emit)
     assert emit.tokens.report is not None and emit.tokens.report.transferred_tokens == 6
     emit = one(bench.hear(case.sampled(sequence, 2, finish="length", local_end=True), 2), Emit)
@@ -109,7 +109,7 @@ def test_what_did_not_land_is_computed_here(landed: int, kept: int) -> None:
     actions = bench.broken("digest", landed, 10, "tcp")
     assert published(actions) == [HandoffAborted]
     sequence = one(bench.nobody_has_it(actions), Submit).sequence
-    assert (len(sequence.token_ids), sequence.num_computed_tokens, sequence.index) == (6, kept, 0)
+    assert (len(case.tokens_of(sequence)), sequence.num_computed_tokens, case.index_of(sequence)) == (6, kept, 0)
     report = one(bench.hear(case.sampled(sequence, 0), 1), Emit).tokens.report
     assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, 6 - kept)
 
@@ -131,7 +131,8 @@ def test_what_fills_up_the_last_block_is_no_token(num_tokens: int, num_padded: i
     said = [action.message for action in actions if isinstance(action, Publish)]
     assert [message.num_tokens for message in said if isinstance(message, KVLanded)] == [num_tokens]
     sequence = one(actions, Submit).sequence
-    assert (sequence.num_computed_tokens, sequence.token_ids[-1], sequence.index) == (num_tokens, 9, 1)
+    assert (sequence.num_computed_tokens, case.tokens_of(sequence)[-1]) == (num_tokens, 9)
+    assert case.index_of(sequence) == 1
     report = one(bench.hear(case.sampled(sequence, 1), 1), Emit).tokens.report
     assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (num_tokens, 0)
 
@@ -142,7 +143,7 @@ def test_of_a_broken_hand_over_in_whole_blocks_whole_blocks_are_kept(num_tokens:
     """All may have landed but the end: the last token is computed again, and its block with it."""
     bench = reading_whole_blocks(num_tokens)
     submit = one(bench.nobody_has_it(bench.broken("cut", landed, 10, "tcp")), Submit)
-    assert (len(submit.sequence.token_ids), submit.sequence.num_computed_tokens) == (num_tokens, kept)
+    assert (len(case.tokens_of(submit.sequence)), submit.sequence.num_computed_tokens) == (num_tokens, kept)
     report = one(bench.hear(case.sampled(submit.sequence, 0), 1), Emit).tokens.report
     assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, num_tokens - kept)
 

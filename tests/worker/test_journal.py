@@ -4,7 +4,7 @@ import pytest
 
 from schemas.ids import RequestId
 from schemas.request import AttemptFailure
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.core.actions import SendReply, Withdraw
 from services.holder.core.events import AttemptAsked, AttemptUnwanted, SequenceFailed
 from services.holder.limits import MAX_STEPS_KEPT

@@ -108,7 +108,7 @@ def test_a_prompt_moves_unless_it_is_nearly_computed(num_tokens: int) -> None:
     bench = Bench(num_blocks=200)
     actions = bench.run(case.run_prefill(num_tokens=min(num_tokens, 90)))
     attempt = bench.prefill.records[KEY]
-    attempt.prompt.extend(range(num_tokens - len(attempt.prompt)))
+    attempt.num_prompt_tokens = num_tokens
     moved = bench.checked(case.hear(bench.prefill, DrainBegun(), 5))
     if num_tokens < FINISHED_TOKENS:
         assert moved == []

@@ -102,7 +102,7 @@ def test_a_hand_over_in_whole_blocks_ends_at_a_border(num_tokens: int, num_padde
     lease, sequence = one(actions, Offer).lease, one(actions, Submit).sequence
     assert (lease.num_tokens, lease.progress.num_tokens) == (num_padded, num_padded)
     assert lease.num_blocks * 4 == num_padded, "its tables have all of it, and no more"
-    assert len(sequence.token_ids) == sequence.num_prompt_tokens == num_tokens
+    assert len(case.tokens_of(sequence)) == sequence.num_prompt_tokens == num_tokens
     finished = one(bench.computed(one(actions, Submit)), FinishLease).lease
     finished.progress.advance(0, num_padded)
     finished.progress.complete()
@@ -532,8 +532,8 @@ def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
     asked = case.with_sampling(case.run_prefill(split=False, sources=(case.source("x", 0, 1),)), prompt_logprobs=2)
     sequence = case.one(case.ask(core, asked)[1], Submit).sequence
     assert sequence.wants_prompt_logprobs and sequence.num_computed_tokens == 0
-    sequence.prompt_logprobs += [TokenLogprob(-1.0)] * 5
-    emitted = case.one(case.decide(core, case.sampled(sequence, 0), 1), Emit).tokens
+    first = case.sampled(sequence, 0, prompt_logprobs=(TokenLogprob(-1.0),) * 5)
+    emitted = case.one(case.decide(core, first, 1), Emit).tokens
     assert emitted.prompt_logprobs == pack_logprobs([TokenLogprob(-1.0)] * 5)
     assert case.one(case.decide(core, case.sampled(sequence, 1), 1), Emit).tokens.prompt_logprobs is None
 

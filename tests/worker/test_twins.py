@@ -327,7 +327,7 @@ def assert_apart(worker: Worker) -> None:
             )
             assert twin.attempt.request.tenant == tenant
         if attempt.stage == "computing":
-            first, last = attempt.num_stored_blocks, (len(attempt.prompt) - 1) // 4
+            first, last = attempt.num_stored_blocks, (attempt.num_prompt_tokens - 1) // 4
             for block_hash in attempt.hasher.hashes[first:last]:
                 assert (tenant, block_hash) not in filled, "two compute it"
                 filled.add((tenant, block_hash))

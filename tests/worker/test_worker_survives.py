@@ -34,8 +34,9 @@ from schemas.worker import (
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import MeshConfig, WorkerConfig
+from services.engine.client import EngineStoppedError
 from services.engine.fake import fake_answer
-from services.engine.thread import EngineStoppedError, EngineThread
+from services.engine.loop import EngineLoop
 from services.holder.core.events import DrainBegun, Event
 from services.holder.core.leases import Grant
 from services.holder.core.lending import LendCore
@@ -344,10 +345,10 @@ async def ask_drain(client: Client, worker_id: str, *, forced: bool = False) -> 
 async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look well, and answer nothing. Whoever started it starts it again."""
 
-    def take(_self: EngineThread) -> bool:
+    def take(_self: EngineLoop) -> bool:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(EngineThread, "_take", take)
+    monkeypatch.setattr(EngineLoop, "_take", take)
     running = run_worker(
         make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0"), asyncio.Event()
     )

@@ -7,9 +7,10 @@ import msgspec
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
-from schemas.block import hash_blocks, pack_tokens
+from schemas.block import hash_blocks, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.logprobs import TokenLogprob
 from schemas.message import Message
 from schemas.request import (
     AttemptAccepted,
@@ -21,7 +22,7 @@ from schemas.request import (
     SamplingParams,
     TransferReport,
 )
-from services.engine.interface import SampledToken, Sequence, StepResult
+from services.engine.messages import SampledToken, StepResult, SubmitSequence
 from services.holder.core.actions import Action, AttemptEnded, Publish, SendReply
 from services.holder.core.attempt import Attempt, AttemptTimes, KVRead, WantedLease
 from services.holder.core.checks import WorkerLimits
@@ -138,11 +139,26 @@ def cancel(number: int = 1) -> CancelRequest:
 
 
 def sampled(
-    sequence: Sequence, index: int, token_id: int = 9, finish: FinishReason | None = None, *, local_end: bool = False
+    sequence: SubmitSequence,
+    index: int,
+    token_id: int = 9,
+    finish: FinishReason | None = None,
+    *,
+    local_end: bool = False,
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None,
 ) -> StepResult:
     """One step that sampled one token of one sequence."""
-    token = SampledToken(sequence, index, token_id, finish, local_end)
-    return StepResult(0, 1, 0, 1, ((sequence, sequence.num_prompt_tokens),), (token,))
+    token = SampledToken(sequence.number, index, token_id, finish, local_end, prompt_logprobs=prompt_logprobs)
+    return StepResult(0, 1, 0, 1, ((sequence.number, sequence.num_prompt_tokens),), (token,))
+
+
+def tokens_of(sequence: SubmitSequence) -> list[int]:
+    return unpack_tokens(sequence.tokens)
+
+
+def index_of(sequence: SubmitSequence) -> int:
+    """The answer's index of the next token."""
+    return len(tokens_of(sequence)) - sequence.num_prompt_tokens
 
 
 def by_source(report: TransferReport) -> dict[str, int]:

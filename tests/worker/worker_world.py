@@ -13,6 +13,7 @@ from schemas.request import CancelRequest, RequestTokens, RunAttempt
 from schemas.worker import LeftReason, WorkerLeft
 from services.engine.batch import Batch
 from services.engine.interface import Choice, Sequence
+from services.engine.loop import sequence_of
 from services.holder.core.actions import (
     Action,
     AttemptEnded,
@@ -138,17 +139,16 @@ class WorkerWorld:
     # The engine, and what its shell takes in of its work.
 
     def _submit(self, action: Submit) -> None:
-        sequence = action.sequence
+        sequence = sequence_of(action.sequence)
         num_present = sequence.num_computed_tokens
-        has_landed = num_present == len(action.attempt.prompt)
+        has_landed = num_present == action.attempt.num_prompt_tokens
         assert has_landed or self.cache.layout.usable(num_present) == num_present
         self._computed(sequence, sequence.num_computed_tokens)
-        self.running[(sequence.request_id, sequence.attempt)] = sequence
+        self.running[action.attempt.key] = sequence
         self.batch.add(sequence)
 
     def _computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
-        key = (sequence.request_id, sequence.attempt)
-        attempt = self.core.records[key]
+        attempt = self.core.of_engine[sequence.number]
         assert attempt.kv is not None
         hashes = attempt.hasher.extend(sequence.token_ids, num_tokens)
         stored, landed = attempt.num_stored_blocks, attempt.kv.num_present_tokens
@@ -159,15 +159,15 @@ class WorkerWorld:
         """One engine step: what was withdrawn goes first."""
         keys, self.withdrawn = self.withdrawn, []
         for key in keys:
-            if (sequence := self.batch.remove(*key)) is not None:
+            if (sequence := self.batch.remove(self.core.records[key].number)) is not None:
                 del self.running[key]
                 self._computed(sequence, sequence.num_computed_tokens, ended=True)
                 self.handle(SequenceRemoved(key), now_ms)
         items = self.batch.plan()
         if fails:
             for item in items:
-                key = (item.sequence.request_id, item.sequence.attempt)
-                self.batch.remove(*key)
+                key = self.core.of_engine[item.sequence.number].key
+                self.batch.remove(item.sequence.number)
                 del self.running[key]
                 self.handle(SequenceFailed(key, "boom"), now_ms)
             return
@@ -175,12 +175,13 @@ class WorkerWorld:
             return
         tokens = [Choice(token_at(item.sequence.index)) for item in items if item.samples]
         result = self.batch.commit(items, tokens, 0, 1)
-        for sequence, num_tokens in result.computed:
-            self._computed(sequence, num_tokens)
+        of_step = {item.sequence.number: item.sequence for item in items}
+        for number, num_tokens in result.computed:
+            self._computed(of_step[number], num_tokens)
         for sampled in result.sampled:
             if sampled.local_end:
-                sequence = sampled.sequence
-                del self.running[(sequence.request_id, sequence.attempt)]
+                sequence = of_step[sampled.number]
+                del self.running[self.core.of_engine[sampled.number].key]
                 self._computed(sequence, sequence.num_computed_tokens, ended=True)
         self.handle(result, now_ms)
 

@@ -192,7 +192,7 @@ def check_logits(engine: TransformersEngine, model: PreTrainedModel, checkpoint:
     num_blocks = num_blocks_for(num_tokens, layout.block_size)
     sequence = Sequence(
         request_id=RequestId("self-check"),
-        attempt=0,
+        number=0,
         token_ids=[(7 * position + 3) % checkpoint.vocab_size for position in range(num_tokens)],
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(max_tokens=1),

@@ -54,7 +54,7 @@ def compute_largest(engine: TransformersEngine, checkpoint: Checkpoint, shape: A
     table = BlockTable((Segment(0, num_blocks_for(num_tokens, layout.block_size)),))
     sequence = Sequence(
         request_id=RequestId("self-check"),
-        attempt=0,
+        number=0,
         token_ids=[1] * num_tokens,
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(max_tokens=1),

@@ -55,7 +55,7 @@ class EngineLink:
         """Requests that vLLM has put aside before this step, to begin again."""
         self.on_logits: Callable[[npt.NDArray[np.float32]], None] | None = None
         """Sees the logits [sequences, vocab] that tokens are chosen from."""
-        self.on_begin: Callable[[Seq[Sequence]], None] = lambda _: None
+        self.on_begin: Callable[[Seq[int]], None] = lambda _: None
         """Hears whom a step computes that is planned."""
         self._half = layout.block_size * layout.token_bytes
         self._planes: list[tuple[Pages, Pages]] = []
@@ -131,7 +131,7 @@ class EngineLink:
 
     def begin_step(self, step: list[Copies], num_preempted: int) -> None:
         """A step is planned."""
-        self.on_begin([copies.tracked.sequence for copies in step])
+        self.on_begin([copies.tracked.sequence.number for copies in step])
         self.step = step
         self.num_preempted = num_preempted
         self.outcomes.clear()
@@ -182,7 +182,7 @@ class EngineLink:
 
 def sequence_name(sequence: Sequence) -> str:
     """Return our name of a sequence, by which vLLM gives its tokens."""
-    return f"{sequence.request_id}.{sequence.attempt}"
+    return f"{sequence.request_id}.{sequence.number}"
 
 
 def link_of(extra_config: Mapping[str, Any]) -> EngineLink:

@@ -95,7 +95,7 @@ class _Check:
         self._count += 1
         tables = (BlockTable(tuple(Segment(block, 1) for block in blocks)),) * len(self._link.layout.groups)
         sequence = Sequence(
-            RequestId(f"self-check-{self._count}"), 1, list(tokens), len(tokens),
+            RequestId("self-check"), self._count, list(tokens), len(tokens),
             SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             tables, num_computed_tokens=num_present, max_local_tokens=1, layer_listener=listener,
         )  # fmt: skip

@@ -7,26 +7,14 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from dataplane.blocks.layout import KVLayout
-from schemas.ids import RequestId
 from schemas.logprobs import TokenLogprob
-from services.engine.interface import (
-    EngineLoad,
-    EngineLostError,
-    FailedSequence,
-    GrammarError,
-    InvalidSequenceError,
-    SampledToken,
-    Sequence,
-    StepFailedError,
-    StepResult,
-)
-from services.engine.rules import append_token, check_sequence, check_work, num_tokens_left
+from services.engine.interface import EngineLostError, GrammarError, InvalidSequenceError, Sequence, StepFailedError
+from services.engine.messages import FailedSequence, SampledToken, StepResult
+from services.engine.rules import append_token, check_sequence, num_tokens_left
 from services.engine.turns import TenantTurns
 from services.engine.vllm_engine.formats import MAX_SEQUENCES
 from services.engine.vllm_engine.link import EngineLink, sequence_name
 from services.engine.vllm_engine.plan import TrackedSequence
-
-Key = tuple[RequestId, int]
 
 
 class Output(Protocol):
@@ -74,15 +62,15 @@ class VllmSteps:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._token_budget = token_budget
-        self._names: dict[Key, str] = {}
+        self._names: dict[int, str] = {}
         """vLLM's name of each sequence."""
-        self._started: set[Key] = set()
+        self._started: set[int] = set()
         self._lines: dict[str, deque[Sequence]] = {}
         """What vLLM has not been given yet, by tenant."""
         self._turns = TenantTurns()
         """Of the tenants, in tokens to compute."""
-        self.on_begin: Callable[[Seq[Sequence]], None] = lambda _: None
-        link.on_begin = lambda sequences: self.on_begin(sequences)
+        self.on_begin: Callable[[Seq[int]], None] = lambda _: None
+        link.on_begin = lambda numbers: self.on_begin(numbers)
 
     def __len__(self) -> int:
         return len(self._names) + sum(map(len, self._lines.values()))
@@ -91,7 +79,9 @@ class VllmSteps:
     def layout(self) -> KVLayout:
         return self._link.layout
 
-    def check(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
+        number = sequence.number
+        assert number not in self._names and self._waiting(number) is None, f"{sequence.request_id} is here already"
         check_sequence(
             sequence,
             self.layout,
@@ -99,19 +89,13 @@ class VllmSteps:
             context_length=self._context_length,
             token_budget=self._token_budget,
         )
-
-    def add(self, sequence: Sequence) -> None:
-        check_work(sequence)
-        key = _key(sequence)
-        if key in self._names or self._waiting(key) is not None:
-            raise InvalidSequenceError(f"{key} is in the engine already")
         if self._lines or not self._has_room:
             self._lines.setdefault(sequence.tenant, deque()).append(sequence)
         else:
             self._give(sequence)
 
-    def _waiting(self, key: Key) -> Sequence | None:
-        return next((each for line in self._lines.values() for each in line if _key(each) == key), None)
+    def _waiting(self, number: int) -> Sequence | None:
+        return next((each for line in self._lines.values() for each in line if each.number == number), None)
 
     @property
     def _has_room(self) -> bool:
@@ -129,7 +113,7 @@ class VllmSteps:
             try:
                 self._give(sequence)
             except InvalidSequenceError as error:
-                failed.append(FailedSequence(sequence, str(error)))
+                failed.append(FailedSequence(sequence.number, str(error)))
         return failed
 
     def _leave_line(self, sequence: Sequence) -> None:
@@ -140,42 +124,31 @@ class VllmSteps:
 
     def _give(self, sequence: Sequence) -> None:
         """Give vLLM a sequence. Raises InvalidSequenceError."""
-        key, ours = _key(sequence), sequence_name(sequence)
+        ours = sequence_name(sequence)
         self._turns.gave(sequence.tenant, sequence.num_uncomputed_tokens)
         try:
             theirs = self._engine.add_request(ours, sequence, num_tokens_left(sequence, self._context_length))
         except ValueError as error:
             raise InvalidSequenceError(f"vLLM does not take {ours}: {error}") from error
         self._link.tracked[theirs] = TrackedSequence(sequence, self.layout, self._link.group_pairs)
-        self._names[key] = theirs
+        self._names[sequence.number] = theirs
         self._link.sequences[ours] = sequence
 
-    def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
-        key = (request_id, attempt)
-        if (waiting := self._waiting(key)) is not None:
+    def remove(self, number: int) -> bool:
+        if (waiting := self._waiting(number)) is not None:
             self._leave_line(waiting)
-            return waiting
-        if (theirs := self._names.get(key)) is None:
-            return None
+            return True
+        if (theirs := self._names.get(number)) is None:
+            return False
         self._engine.abort(theirs)
-        return self._forget(key)
+        self._forget(number)
+        return True
 
-    def clear(self) -> list[Sequence]:
+    def clear(self) -> None:
         """Take all out. vLLM is not told: no step follows."""
-        waiting = [sequence for line in self._lines.values() for sequence in line]
         self._lines.clear()
-        return [*(self._forget(key) for key in list(self._names)), *waiting]
-
-    def load(self) -> EngineLoad:
-        waiting = [sequence for line in self._lines.values() for sequence in line]
-        sequences = [*self._link.sequences.values(), *waiting]
-        prefill = [sequence for sequence in sequences if sequence.num_uncomputed_tokens > 1]
-        num_queued = sum(_key(sequence) not in self._started for sequence in sequences)
-        return EngineLoad(
-            num_running=len(sequences) - num_queued,
-            num_queued=num_queued,
-            num_uncomputed_tokens=sum(sequence.num_uncomputed_tokens for sequence in prefill),
-        )
+        for number in list(self._names):
+            self._forget(number)
 
     def run_step(self) -> StepResult | None:
         failed = self._give_waiting()
@@ -187,7 +160,9 @@ class VllmSteps:
             return self._result(self._engine.engine_step(), started_ns, failed)
         except Exception as error:
             lost = EngineLostError(f"vLLM failed: {type(error).__name__}: {error}")
-            raise StepFailedError(self.clear(), lost) from error
+            had = [*self._names, *(sequence.number for line in self._lines.values() for sequence in line)]
+            self.clear()
+            raise StepFailedError(had, lost) from error
 
     def close(self) -> None:
         self._link.close()
@@ -195,19 +170,19 @@ class VllmSteps:
 
     def _result(self, outputs: list[Output], started_ns: int, failed: list[FailedSequence]) -> StepResult:
         num_prefill = num_decode = 0
-        computed: list[tuple[Sequence, int]] = []
+        computed: list[tuple[int, int]] = []
         for copies in self._link.step:
             sequence, num_tokens = copies.tracked.sequence, copies.end - copies.start
             if num_tokens == 1 and copies.end == len(sequence.token_ids):
                 num_decode += 1
             else:
                 num_prefill += num_tokens
-            if _key(sequence) not in self._started:
+            if sequence.number not in self._started:
                 sequence.num_reused_tokens = max(0, copies.start - sequence.num_computed_tokens)
             # One that vLLM had put aside begins again: what is in the arena stays.
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, copies.end)
-            self._started.add(_key(sequence))
-            computed.append((sequence, sequence.num_computed_tokens))
+            self._started.add(sequence.number)
+            computed.append((sequence.number, sequence.num_computed_tokens))
         sampled: list[SampledToken] = []
         for output in outputs:
             self._take(output, sampled, failed)
@@ -233,8 +208,9 @@ class VllmSteps:
         token_ids, outcome = [*output.outputs[0].token_ids], self._link.outcomes.get(name)
         if isinstance(outcome, GrammarError):
             if not output.finished:
-                self._engine.abort(self._names[_key(sequence)])
-            failed.append(FailedSequence(self._forget(_key(sequence)), str(outcome), outcome.is_spent))
+                self._engine.abort(self._names[sequence.number])
+            self._forget(sequence.number)
+            failed.append(FailedSequence(sequence.number, str(outcome), outcome.is_spent))
             return
         if token_ids != ([] if outcome is None else [outcome.token_id]):
             raise EngineLostError(f"vLLM gives {name} tokens {token_ids}, and what was chosen is {outcome}")
@@ -247,16 +223,12 @@ class VllmSteps:
                 f"{sequence.index} tokens, which the request's rules do not"
             )
         if ended:
-            self._forget(_key(sequence))
+            self._forget(sequence.number)
 
-    def _forget(self, key: Key) -> Sequence:
-        sequence = self._link.tracked.pop(self._names.pop(key)).sequence
-        self._started.discard(key)
-        return self._link.sequences.pop(sequence_name(sequence))
-
-
-def _key(sequence: Sequence) -> Key:
-    return sequence.request_id, sequence.attempt
+    def _forget(self, number: int) -> None:
+        sequence = self._link.tracked.pop(self._names.pop(number)).sequence
+        self._started.discard(number)
+        del self._link.sequences[sequence_name(sequence)]
 
 
 def _prompt_logprobs(sequence: Sequence, found: Seq[Any]) -> list[TokenLogprob]:

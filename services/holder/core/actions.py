@@ -9,7 +9,7 @@ from schemas.kv import RequestLease
 from schemas.message import Message
 from schemas.request import RequestTokens
 from schemas.subjects import Subject
-from services.engine.interface import Sequence
+from services.engine.messages import SubmitSequence
 from services.holder.core.attempt import Attempt, KVRead
 from services.holder.core.content import AttemptKey
 from services.holder.core.leases import Grant
@@ -27,7 +27,7 @@ class Submit:
     """Give the sequence to the engine. What of it is in place already, and what it computes, is stored as the
     attempt's content; with a lease it is also served to the reader."""
 
-    sequence: Sequence
+    sequence: SubmitSequence
     attempt: Attempt
     lease: Grant | None = None
 

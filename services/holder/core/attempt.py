@@ -253,7 +253,8 @@ class Attempt:
     are given back. `traceparent`: of the request that it belongs to; "": of none."""
 
     request: RunAttempt
-    prompt: list[int]
+    token_ids: list[int]
+    """Its prompt, and the tokens of the answer that follow here: the only copy of the worker."""
     hasher: BlockHasher
     """Of its full blocks: the prompt's, and the answer's as they fill up."""
     times: AttemptTimes
@@ -263,8 +264,14 @@ class Attempt:
     """Its prompt is computed elsewhere, and its answer decoded here."""
     downstream: Downstream | None = field(init=False)
     """Its prompt is computed here, and its answer decoded elsewhere."""
+    num_prompt_tokens: int = field(init=False)
+    """Of these, what an attempt before this one has answered included."""
     num_kv_tokens: int = field(init=False)
     """Tokens that need room here."""
+    number: int = 0
+    """By which the engine knows it, from its submission on."""
+    num_computed_tokens: int = 0
+    """So many of its first tokens have their KV here, as far as the engine has said."""
     stage: RunStage = RunStage.QUEUED
     """How far it is."""
     answer: SentAnswer = field(default_factory=SentAnswer)
@@ -293,7 +300,8 @@ class Attempt:
         above, below = self.request.upstream, self.request.downstream
         self.upstream = Upstream(above.worker_id, above.handoff_id) if above is not None else None
         self.downstream = Downstream(below.worker_id, below.handoff_id) if below is not None else None
-        self.num_kv_tokens = num_kv_tokens(self.request, len(self.prompt))
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_kv_tokens = num_kv_tokens(self.request, self.num_prompt_tokens)
 
     def enter(self, stage: RunStage) -> None:
         """Go on to this stage, or stay in it. Asserts that it may follow."""
@@ -336,14 +344,14 @@ class Attempt:
         if self.stage in (RunStage.COMPUTING, RunStage.HANDING_OVER, RunStage.ENDING):
             return 0
         if self.wait is not None and self.wait.twin is not None:
-            return len(self.prompt) - self.wait.twin.end_block * self.hasher.block_size
-        return len(self.prompt) - (self.kv.num_present_tokens if self.kv else 0)
+            return self.num_prompt_tokens - self.wait.twin.end_block * self.hasher.block_size
+        return self.num_prompt_tokens - (self.kv.num_present_tokens if self.kv else 0)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Prompt tokens that are to be computed here, about."""
         if self.stage is RunStage.COMPUTING and not self.times.num_tokens:
-            return max(0, len(self.prompt) - self.num_stored_blocks * self.hasher.block_size)
+            return max(0, self.num_prompt_tokens - self.num_stored_blocks * self.hasher.block_size)
         return self.num_awaited_tokens if self.upstream is None else 0
 
     def held(self, now_ms: int) -> HeldRequest:
@@ -354,7 +362,7 @@ class Attempt:
             part=self.part,
             stage=self.stage,
             age_ms=max(0, now_ms - self.times.accepted_ns // 1_000_000),
-            num_prompt_tokens=len(self.prompt),
+            num_prompt_tokens=self.num_prompt_tokens,
             reading_from=self.read.holder if self.read else "",
             waiting_for=self.wait.request_id if self.wait is not None and self.wait.twin is not None else "",
         )

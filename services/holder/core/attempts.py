@@ -28,7 +28,7 @@ from schemas.request import (
     refuse,
 )
 from schemas.worker import WorkerState
-from services.engine.interface import SampledToken, Sequence
+from services.engine.messages import SampledToken, SubmitSequence
 from services.engine.turns import TenantTurns
 from services.holder.core.actions import (
     Action,
@@ -114,6 +114,9 @@ class Attempts:
         self.leases = leases
         self.records: dict[AttemptKey, Attempt] = {}
         """What goes on here, and what has ended and whose blocks may still be written."""
+        self.of_engine: dict[int, Attempt] = {}
+        """By number: what was submitted of them."""
+        self._num_submitted = 0
         self.past = PastAttempts(limits.times.worker.retain_answer_ms)
         self.to_compute = Line(limits.max_queued)
         """Prompts that wait for blocks."""
@@ -240,6 +243,7 @@ class Attempts:
         self.give_back(attempt)
         self._line_of(attempt.request).unqueue(attempt)
         del self.records[attempt.key]
+        self.of_engine.pop(attempt.number, None)
         if (other := attempt.request.other_end) is not None:
             self._by_handoff.pop(other.handoff_id, None)
         self.past.ended(attempt.key, attempt.answer, now_ms)
@@ -308,7 +312,7 @@ class Attempts:
         report: TransferReport | None = None
         if attempt.answer.report is None:
             report = attempt.kv.report(
-                num_reused_tokens=sampled.sequence.num_reused_tokens,
+                num_reused_tokens=sampled.num_reused_tokens,
                 is_prefill=attempt.downstream is not None,
                 first_token=attempt.times.first_token(),
             )
@@ -318,11 +322,7 @@ class Attempts:
             index=sampled.index,
             tokens=pack_tokens([sampled.token_id]),
             logprobs=None if sampled.logprob is None else pack_logprobs([sampled.logprob]),
-            prompt_logprobs=(
-                pack_logprobs(sampled.sequence.prompt_logprobs)
-                if sampled.index == 0 and sampled.sequence.wants_prompt_logprobs
-                else None
-            ),
+            prompt_logprobs=None if sampled.prompt_logprobs is None else pack_logprobs(sampled.prompt_logprobs),
             finish_reason=sampled.finish_reason,
             report=report,
         )
@@ -408,14 +408,14 @@ class Attempts:
 
     def allocate(self, attempt: Attempt, *, max_cached_tokens: int | None = None) -> bool:
         """Give an attempt its blocks and what is cached of its prompt, at most so much. False: there is no room now."""
-        most = len(attempt.prompt) - 1 if max_cached_tokens is None else max_cached_tokens
+        most = attempt.num_prompt_tokens - 1 if max_cached_tokens is None else max_cached_tokens
         tenant = attempt.request.tenant
         allocation = self.cache.admit(attempt.hasher.hashes, attempt.num_kv_tokens, most, tenant=tenant)
         if allocation is None:
             return False
         attempt.tables = allocation.tables
         attempt.kv = PromptKV(
-            num_prompt_tokens=len(attempt.prompt),
+            num_prompt_tokens=attempt.num_prompt_tokens,
             block_size=self.limits.block_size,
             num_cached_tokens=allocation.num_cached_tokens,
             keeps_parts=not self.cache.layout.is_windowed,
@@ -448,10 +448,10 @@ class Attempts:
             return [start]
         assert attempt.kv is not None
         if attempt.upstream is not None:
-            attempt.kv.keep_at_most(self.cache.layout.usable(len(attempt.prompt) - 1))
-        return [self.submit(attempt, list(attempt.prompt))]
+            attempt.kv.keep_at_most(self.cache.layout.usable(attempt.num_prompt_tokens - 1))
+        return [self.submit(attempt)]
 
-    def submit(self, attempt: Attempt, token_ids: list[int]) -> Submit:
+    def submit(self, attempt: Attempt) -> Submit:
         """Let the engine compute what is not in place. Tokens that were answered before count as the answer's."""
         request, limits = attempt.request, self.limits
         if request.replica not in (None, limits.worker_id) and not self.cache.layout.is_windowed:
@@ -461,24 +461,29 @@ class Attempts:
         assert attempt.kv is not None, "it has blocks"
         attempt.enter(RunStage.COMPUTING)
         self.cache.is_computed_from(attempt.tables, attempt.kv.num_present_tokens // limits.block_size)
-        sequence = Sequence(
+        self._num_submitted += 1
+        attempt.number = self._num_submitted
+        self.of_engine[attempt.number] = attempt
+        num_prompt_tokens = attempt.num_prompt_tokens - request.num_answered_tokens
+        sequence = SubmitSequence(
+            number=attempt.number,
             request_id=request.request_id,
-            attempt=request.attempt,
-            token_ids=token_ids,
-            num_prompt_tokens=len(attempt.prompt) - request.num_answered_tokens,
+            tokens=pack_tokens(attempt.token_ids),
+            num_prompt_tokens=num_prompt_tokens,
             sampling=request.sampling,
             tables=attempt.tables,
             num_computed_tokens=attempt.kv.num_present_tokens,
-            stop_token_ids=limits.stop_token_ids(request.sampling),
+            stop_token_ids=tuple(limits.stop_token_ids(request.sampling)),
             max_local_tokens=1 if attempt.downstream is not None else None,
             tenant=request.tenant,
             wants_prompt_logprobs=attempt.owes_prompt_logprobs and attempt.kv.num_present_tokens == 0,
         )
         times = attempt.times
-        times.num_prompt_tokens, times.decodes = sequence.num_prompt_tokens, sequence.max_local_tokens is None
+        times.num_prompt_tokens, times.decodes = num_prompt_tokens, attempt.downstream is None
         # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.
-        is_handed_over = attempt.upstream is not None and sequence.index > 0 and sequence.num_uncomputed_tokens == 1
-        times.computes_prompt = not is_handed_over
+        num_tokens = len(attempt.token_ids)
+        has_last_left = num_prompt_tokens < num_tokens == attempt.kv.num_present_tokens + 1
+        times.computes_prompt = not (attempt.upstream is not None and has_last_left)
         return Submit(sequence, attempt, attempt.lease)
 
 

@@ -8,7 +8,7 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.kv import BlocksCooling, PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.request import AttemptFailure, CancelRequest, RefusalReason, RunAttempt
 from schemas.worker import WorkerLeft
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.core.attempt import AttemptTimes, KVRead
 from services.holder.core.content import AttemptKey, ReadOutcome
 from services.holder.core.leases import Grant

@@ -38,7 +38,7 @@ class Twins:
         """Return who fills the next block of this prompt that is not here, and most of those after it; None: nobody.
         The prompt's last token is always computed."""
         hashes, size = attempt.hasher.hashes, self.cache.layout.block_size
-        last = (len(attempt.prompt) - 1) // size
+        last = (attempt.num_prompt_tokens - 1) // size
         others = self._filling(attempt) if last and self.waits and self.cache.keeps_what_is_computed else []
         if not others:
             return None

@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.limits import MAX_STEPS_KEPT
 from services.runtime import now_ms
 

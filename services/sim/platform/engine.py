@@ -8,18 +8,11 @@ from typing import Protocol
 
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
+from services.engine.client import EngineCallbacks
 from services.engine.fake import FakeEngine
-from services.engine.interface import (
-    Engine,
-    EngineCallbacks,
-    EngineDeath,
-    Outcome,
-    Sequence,
-    SequenceKey,
-    StartGrammar,
-    StepItem,
-)
-from services.engine.thread import CancelEntry, Changes, EngineStoppedError, EngineThread
+from services.engine.interface import CompileGrammar, Engine, Outcome, StepItem
+from services.engine.loop import EngineLoop
+from services.engine.thread import EngineThread
 from services.sim.limits import RESTART_S, STEP_TIMEOUT_S
 from services.sim.platform.threads import CoCondition, CoThread, now_s, pause, spawn
 
@@ -77,18 +70,16 @@ class SimSteps(BatchSteps):
 class SimEngineThread(EngineThread):
     """Runs steps in a cooperative thread, which can be killed as an engine's process can, and hang as one."""
 
-    def __init__(self, steps: SimSteps, start_grammar: StartGrammar, callbacks: EngineCallbacks) -> None:
+    def __init__(self, steps: SimSteps, start_grammar: CompileGrammar, callbacks: EngineCallbacks) -> None:
         super().__init__(steps, start_grammar, callbacks)
         self._sim_steps = steps
 
     _cooperative: CoThread | None = None
-    _in_step: frozenset[SequenceKey] = frozenset()
-    _is_away = False
+    _in_step: tuple[int, ...] = ()
 
-    def start(self) -> None:
+    def start_engine(self) -> None:
         self._context = contextvars.copy_context()
-        self._steps.on_begin = self._note_step
-        self._cooperative = spawn(self.run_steps, "engine")
+        self._cooperative = spawn(self._run, "engine")
 
     def stop_engine(self, timeout: float) -> bool:
         """As the real one. Called on the loop itself it cannot wait: the thread ends as the loop goes on."""
@@ -100,18 +91,18 @@ class SimEngineThread(EngineThread):
 
     def kill_engine(self, start_s: float) -> None:
         """End it where it stands; there is another one after so many seconds."""
-        if self._cooperative is None or self._is_away or self._stopping:
+        if self._cooperative is None or not self._is_ready or self._stopping.is_set():
             return
-        self._is_away = True
+        self._is_ready = False
         self._cooperative.abandon()
-        asyncio.get_running_loop().call_soon(self._tell_death, start_s, context=self._context)
+        asyncio.get_running_loop().call_soon(self._die, start_s, context=self._context)
 
     def hang_engine(self, for_s: float) -> None:
         """Let it stand still for so long. Where its step takes longer than one may, it is killed then."""
         self._sim_steps.hangs_until_s = now_s() + for_s
-        self._end_hung(frozenset())
+        self._end_hung(())
 
-    def _end_hung(self, seen: frozenset[SequenceKey]) -> None:
+    def _end_hung(self, seen: tuple[int, ...]) -> None:
         if self._sim_steps.hangs_until_s <= now_s():
             return
         if self._in_step and self._in_step is seen:
@@ -120,33 +111,22 @@ class SimEngineThread(EngineThread):
         look, context = self._end_hung, self._context
         asyncio.get_running_loop().call_later(STEP_TIMEOUT_S, look, self._in_step, context=context)
 
-    def _tell_death(self, start_s: float) -> None:
+    def _die(self, start_s: float) -> None:
         """In the worker's own process: the one that stands still hears of it later."""
-        left = [*self._steps.clear(), *(entry for entry in self._inbox if isinstance(entry, Sequence))]
-        self._inbox.clear()
-        self._steps_load = self._steps.load()
-        had = frozenset((sequence.request_id, sequence.attempt) for sequence in left)
-        self._callbacks.on_died(EngineDeath("the engine was killed", had, had & self._in_step))
+        self._steps.clear()
+        self._tell_death("the engine was killed", self._in_step)
         asyncio.get_running_loop().call_later(start_s, self._come_back)
 
     def _come_back(self) -> None:
-        if self._stopping:
+        if self._stopping.is_set():
             return
-        self._is_away, self._in_step, self._sim_steps.hangs_until_s = False, frozenset(), 0.0
-        self._cooperative = spawn(self.run_steps, "engine")
+        self._is_ready, self._in_step, self._sim_steps.hangs_until_s = True, (), 0.0
+        self._loop = self._new_loop()
+        self._cooperative = spawn(self._run, "engine")
         self._callbacks.on_back()
 
-    def _note_step(self, sequences: Seq[Sequence]) -> None:
-        self._in_step = frozenset((sequence.request_id, sequence.attempt) for sequence in sequences)
+    def _note_step_of(self, numbers: Seq[int]) -> None:
+        self._in_step = tuple(numbers)
 
-    def _put(self, entry: Sequence | CancelEntry) -> None:
-        if self._is_away:
-            raise EngineStoppedError("the engine is starting")
-        super()._put(entry)
-
-    def _step(self) -> None:
-        super()._step()
-        self._in_step = frozenset()
-
-    def _new_condition(self) -> Changes:
-        return CoCondition()
+    def _new_loop(self) -> EngineLoop:
+        return self._loop_with(CoCondition())

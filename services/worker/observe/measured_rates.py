@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import WorkerId
 from schemas.worker import PrefillRate, TransferRate, WorkerRates
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.limits import MAX_MEASURED_PAIRS, STALE_RATE_MS
 
 CONTEXT_BORDERS = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)

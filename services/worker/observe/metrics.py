@@ -9,7 +9,7 @@ from schemas.ids import WorkerId
 from schemas.kv import ReadEnd
 from schemas.worker import WorkerLoad
 from services import metric_names as names
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.limits import MAX_MEASURED_PAIRS
 from services.metrics import Metrics
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.core.actions import AttemptEnded, Submit
 from services.holder.core.attempts import Attempts
 from services.telemetry import Telemetry
@@ -35,7 +35,7 @@ class WorkerObserver:
         self._measured.dropped_late(self._core.num_late)
 
     def _stepped(self, result: StepResult, actions: Sequence[object]) -> None:
-        ended = {action.attempt.key: action.attempt for action in actions if isinstance(action, AttemptEnded)}
-        self._spans.stepped(result, lambda key: ended.get(key) or self._core.records.get(key))
+        ended = {action.attempt.number: action.attempt for action in actions if isinstance(action, AttemptEnded)}
+        self._spans.stepped(result, lambda number: ended.get(number) or self._core.of_engine.get(number))
         self._rates.stepped(result)
         self._measured.stepped(result)

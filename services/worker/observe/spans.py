@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from schemas.request import AttemptEnd
-from services.engine.interface import StepResult
+from services.engine.messages import StepResult
 from services.holder.core.attempt import Attempt, AttemptTimes
 from services.holder.core.content import AttemptKey
 from services.holder.limits import MAX_LINKED_STEPS
@@ -25,12 +25,12 @@ class WorkerSpans:
     telemetry: Telemetry
     worker_id: str
 
-    def stepped(self, result: StepResult, find: Callable[[AttemptKey], Attempt | None]) -> None:
+    def stepped(self, result: StepResult, find: Callable[[int], Attempt | None]) -> None:
         """Record an engine step where one of its attempts is traced, and what of them it has brought to its end."""
         linked: list[tuple[list[str], str]] = []
         num_new = 0
-        for sequence, _ in result.computed:
-            attempt = find((sequence.request_id, sequence.attempt))
+        for number, _ in result.computed:
+            attempt = find(number)
             if attempt is None:
                 continue
             num_new += attempt.times.first_step_ns == result.started_ns
@@ -53,13 +53,13 @@ class WorkerSpans:
             for steps, _ in linked:
                 steps.append(step)
         for sampled in result.sampled:
-            attempt = find((sampled.sequence.request_id, sampled.sequence.attempt))
+            attempt = find(sampled.number)
             if attempt is None or not attempt.times.first_step_ns:
                 continue
             times = attempt.times
             if times.computes_prompt and not times.has_prefill:
                 self._record_prefill(attempt, times.first_token_ns)
-            if sampled.local_end and sampled.sequence.max_local_tokens is None:
+            if sampled.local_end and times.decodes:
                 self._record_decode(attempt, times.last_step_ns, sampled.finish_reason or "")
 
     def ended(self, attempt: Attempt) -> None:

@@ -15,11 +15,13 @@ from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.fake import fake_answer, fake_prompt_logprobs
 from services.engine.grammar import Grammars
-from services.engine.interface import LayerListener, SampledToken, Sequence, StepResult
+from services.engine.interface import LayerListener, Sequence
+from services.engine.messages import SampledToken, StepResult
 from services.engine.tokenizer import read_tokenizer
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies
 from services.engine.vllm_engine.steps import VllmSteps
+from tests.engine.rig import NAMES, new_number
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
 from tests.plane.harness import HostMemory
 
@@ -86,12 +88,11 @@ class World:
     ) -> Sequence:
         grammar = self.grammars.compile(sampling.grammar) if self.grammars and sampling.grammar else None
         sequence = Sequence(
-            RequestId(name), 1, list(tokens), len(tokens) if num_prompt is None else num_prompt, sampling,
-            self.tables(table, num_present), num_computed_tokens=num_present,
+            RequestId(name), new_number(name), list(tokens), len(tokens) if num_prompt is None else num_prompt,
+            sampling, self.tables(table, num_present), num_computed_tokens=num_present,
             max_local_tokens=1 if hands_over else None, layer_listener=listener, stop_token_ids=stops,
             tenant=tenant, grammar=grammar, wants_prompt_logprobs=wants_prompt_logprobs,
         )  # fmt: skip
-        self.steps.check(sequence)
         self.steps.add(sequence)
         return sequence
 
@@ -108,7 +109,7 @@ class World:
         answers: dict[str, list[int]] = {}
         while len(self.steps):
             for token in self.step():
-                answers.setdefault(token.sequence.request_id, []).append(token.token_id)
+                answers.setdefault(NAMES[token.number], []).append(token.token_id)
         return answers
 
     def forget(self) -> None:

@@ -42,7 +42,7 @@ def largest_difference(found: Seq[TokenLogprob], expected: Seq[TokenLogprob]) ->
 
 
 def of_answer(world: World, sequence: Sequence) -> list[TokenLogprob]:
-    sampled = (token for result in world.results for token in result.sampled if token.sequence is sequence)
+    sampled = (token for result in world.results for token in result.sampled if token.number == sequence.number)
     return [token.logprob for token in sampled if token.logprob is not None]
 
 

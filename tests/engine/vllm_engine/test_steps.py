@@ -5,6 +5,7 @@ import pytest
 from schemas.request import SamplingParams
 from services.engine.interface import EngineLostError, InvalidSequenceError, StepFailedError
 from services.engine.vllm_engine.link import EngineLayer
+from tests.engine.rig import NAMES
 from tests.engine.vllm_engine.conftest import World, fake_world
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
 from tests.engine.vllm_engine.test_contract import GREEDY, Heard, prompt_of
@@ -48,7 +49,7 @@ def test_layers_saved_otherwise_end_the_engine(order: tuple[int, ...], monkeypat
     sequence = world.add("r", prompt_of(20), GREEDY, world.table(60), listener=Heard(), hands_over=True)
     with pytest.raises(StepFailedError, match="vLLM saved layers") as raised:
         world.step()
-    assert (raised.value.sequences, raised.value.is_lost, len(world.steps)) == ([sequence], True, 0)
+    assert (raised.value.numbers, raised.value.is_lost, len(world.steps)) == ((sequence.number,), True, 0)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -57,9 +58,9 @@ def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monke
     monkeypatch.setattr(
         FakeVllm,
         "engine_step",
-        lambda self: self.says("r.1", 3, finished=finished),
+        lambda self: self.says(f"r.{sequence.number}", 3, finished=finished),
     )
-    world.add("r", prompt_of(20), SamplingParams(max_tokens=2 if finished else 1), world.table(40))
+    sequence = world.add("r", prompt_of(20), SamplingParams(max_tokens=2 if finished else 1), world.table(40))
     with pytest.raises(StepFailedError, match="ended" if finished else "goes on with") as raised:
         world.step()
     assert raised.value.is_lost
@@ -67,9 +68,9 @@ def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monke
 
 def test_what_cannot_be_computed_is_refused() -> None:
     world = fake_world()
-    world.add("r", prompt_of(20), GREEDY, world.table(60))
-    with pytest.raises(InvalidSequenceError, match="is in the engine already"):
-        world.add("r", prompt_of(20), GREEDY, world.table(60))
+    sequence = world.add("r", prompt_of(20), GREEDY, world.table(60))
+    with pytest.raises(AssertionError, match="is here already"):
+        world.steps.add(sequence)
     with pytest.raises(InvalidSequenceError, match="lacks"):
         world.add("s", prompt_of(20), GREEDY, world.table(16))
     with pytest.raises(InvalidSequenceError, match="vocabulary"):
@@ -83,19 +84,16 @@ def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) ->
         raise ValueError("too long")
 
     monkeypatch.setattr(FakeVllm, "add_request", refuse)
-    with pytest.raises(InvalidSequenceError, match=r"vLLM does not take r\.1: too long"):
+    with pytest.raises(InvalidSequenceError, match=r"vLLM does not take r\.\d+: too long"):
         world.add("r", prompt_of(20), GREEDY, world.table(60))
     assert not len(world.steps) and not world.link.tracked
 
 
-def test_the_load_says_what_waits() -> None:
+def test_a_prompt_is_computed_in_steps_of_the_budget() -> None:
     world = fake_world()
     world.add("r", prompt_of(70), GREEDY, world.table(90))
-    assert world.steps.load() == (0, 1, 70)
     world.step()
-    assert world.steps.load() == (1, 0, 30)
     world.step()
-    assert world.steps.load() == (1, 0, 0)
     assert [(r.num_prefill_tokens, r.num_decode_tokens) for r in world.results] == [(40, 0), (30, 0)]
     world.step()
     assert (world.results[-1].num_prefill_tokens, world.results[-1].num_decode_tokens) == (0, 1)
@@ -127,11 +125,11 @@ def test_a_tenant_s_prompt_waits_for_no_other_tenant_s_backlog() -> None:
         world.add(f"a{number}", prompt_of(70, number), GREEDY, world.table(90), tenant="a", hands_over=True)
     gone = world.add("gone", prompt_of(30, 9), GREEDY, world.table(60), tenant="a")
     late = world.add("b", prompt_of(20, 7), GREEDY, world.table(40), tenant="b", hands_over=True)
-    assert (len(world.steps), world.steps.load().num_uncomputed_tokens) == (8, 6 * 70 + 30 + 20)
-    assert world.steps.remove(gone.request_id, gone.attempt) is gone and len(world.steps) == 7
-    with pytest.raises(InvalidSequenceError, match="already"):
+    assert len(world.steps) == 8
+    assert world.steps.remove(gone.number) and len(world.steps) == 7
+    with pytest.raises(AssertionError, match="already"):
         world.steps.add(late)
-    order = [token.sequence.request_id for _ in range(12) for token in world.step()]
+    order = [NAMES[token.number] for _ in range(12) for token in world.step()]
     assert order == ["a0", "b", "a1", "a2", "a3", "a4", "a5"] and not len(world.steps)
 
 
@@ -147,4 +145,4 @@ def test_what_vllm_does_not_take_once_it_has_room_fails_alone(monkeypatch: pytes
     answers = world.run()
     assert list(answers) == ["r"] and not world.link.tracked
     failed = [failure[:2] for result in world.results for failure in result.failed]
-    assert failed == [(refused, "vLLM does not take s.1: too long")]
+    assert failed == [(refused.number, f"vLLM does not take s.{refused.number}: too long")]

@@ -1,5 +1,5 @@
-"""What a worker and its engine's process say to each other: messages over a pair of sockets, and, for each layer of a
-prompt that is handed over, a number in memory that both have.
+"""Between a worker and its engine's process: messages over a pair of sockets, and, for each layer of a prompt that is
+handed over, a number in memory that both have.
 
 Each side trusts the other's intent, not its state: what does not decode ends the engine's process.
 """
@@ -18,14 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.blocks.layout import ArenaShape, BlockTables
-from schemas.block import TokenIds
-from schemas.ids import RequestId
-from schemas.logprobs import TokenLogprob
-from schemas.request import FinishReason, SamplingParams
+from dataplane.blocks.layout import ArenaShape
 from services.config import EngineConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint
 from services.engine.limits import LAYER_ROWS
+from services.engine.messages import EngineMessage, ToEngine, ToWorker
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Longer ones are nonsense: the longest prompt that a gateway takes has a few MiB."""
@@ -37,11 +34,7 @@ LAST_WORDS_S = 2.0
 _LENGTH = struct.Struct("<I")
 
 
-class BorderMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One message. A sequence goes by the `number` that its submission gave it."""
-
-
-class LoadEngine(BorderMessage, frozen=True):
+class LoadEngine(EngineMessage, frozen=True):
     """The first: make this engine, in this arena."""
 
     checkpoint: Checkpoint
@@ -52,114 +45,26 @@ class LoadEngine(BorderMessage, frozen=True):
     engine: EngineConfig
 
 
-class SubmitSequence(BorderMessage, frozen=True):
-    """A sequence, as `Sequence` has it. `row`: of the table, where its layers are told; -1: nobody wants to know."""
-
-    number: int
-    row: int
-    request_id: RequestId
-    attempt: int
-    tokens: TokenIds
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    tables: BlockTables
-    num_computed_tokens: int
-    max_local_tokens: int | None
-    stop_token_ids: tuple[int, ...]
-    tenant: str
-    wants_prompt_logprobs: bool
-
-
-class CancelSequence(BorderMessage, frozen=True):
-    number: int
-
-
-class StartGrammar(BorderMessage, frozen=True):
-    """Begin to understand a grammar; `GrammarStarted` follows with this number."""
-
-    number: int
-    text: str
-
-
-class AskLibrary(BorderMessage, frozen=True):
-    """What has the engine's library counted, of names that begin so? `LibraryCounted` follows."""
-
-    prefix: str
-
-
-class StopEngine(BorderMessage, frozen=True):
-    """End after the running step."""
-
-
-class EngineReady(BorderMessage, frozen=True):
+class EngineReady(EngineMessage, frozen=True):
     """`device`: what is said of where it runs. `eos_token_ids`: what ends an answer."""
 
     device: str
     eos_token_ids: tuple[int, ...]
 
 
-class EngineRefused(BorderMessage, frozen=True):
+class EngineRefused(EngineMessage, frozen=True):
     """It cannot be made: a line for the user."""
 
     reason: str
 
 
-class StepToken(msgspec.Struct, frozen=True, array_like=True):
-    """As `SampledToken`."""
-
-    number: int
-    token_id: int
-    finish_reason: FinishReason | None
-    local_end: bool
-    logprob: TokenLogprob | None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """The prompt's, with the first token, where they are wanted."""
-
-
-class StepDone(BorderMessage, frozen=True):
-    """As `StepResult`. `computed`: number, computed tokens after the step, tokens that the engine had of its own."""
-
-    started_ns: int
-    ended_ns: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_preempted: int
-    computed: tuple[tuple[int, int, int], ...]
-    sampled: tuple[StepToken, ...]
-    failed: tuple[tuple[int, str, bool], ...]
-
-
-class SequencesFailed(BorderMessage, frozen=True):
-    numbers: tuple[int, ...]
-    reason: str
-
-
-class SequenceLeft(BorderMessage, frozen=True):
-    """The engine has let go of a sequence that was cancelled."""
-
-    number: int
-
-
-class GrammarStarted(BorderMessage, frozen=True):
-    """`error`: why it cannot be understood."""
-
-    number: int
-    error: str = ""
-
-
-class LibraryCounted(BorderMessage, frozen=True):
-    """In Prometheus' text format."""
-
-    text: str
-
-
-ToEngine = LoadEngine | SubmitSequence | CancelSequence | StartGrammar | AskLibrary | StopEngine
-ToWorker = EngineReady | EngineRefused | StepDone | SequencesFailed | SequenceLeft | GrammarStarted | LibraryCounted
+ToProcess = LoadEngine | ToEngine
+FromProcess = EngineReady | EngineRefused | ToWorker
 ReceivedT = TypeVar("ReceivedT")
 
 
-class BorderError(Exception):
-    """The other side says what it cannot mean."""
+class IpcError(Exception):
+    """The other process sends what is no message, or none that makes sense now."""
 
 
 class Channel(Generic[ReceivedT]):
@@ -180,7 +85,7 @@ class Channel(Generic[ReceivedT]):
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
 
-    def send_message(self, message: BorderMessage) -> None:
+    def send_message(self, message: EngineMessage) -> None:
         """Put a message in line. Where nobody is there any more, `wait_messages` raises."""
         with self._lock:
             if self._is_closed:
@@ -195,7 +100,7 @@ class Channel(Generic[ReceivedT]):
 
     def wait_messages(self, timeout_s: float | None = None) -> list[ReceivedT]:
         """Wait until a message has come, the bell has rung or the time is over; return the messages. Raises
-        EOFError, BorderError."""
+        EOFError, IpcError."""
         with self._lock:
             wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
         self._poll.register(self._socket, wanted)
@@ -245,14 +150,14 @@ class Channel(Generic[ReceivedT]):
         while len(self._unread) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread, at)
             if length > MAX_MESSAGE_BYTES:
-                raise BorderError(f"a message of {length} bytes")
+                raise IpcError(f"a message of {length} bytes")
             end = at + _LENGTH.size + length
             if len(self._unread) < end:
                 break
             try:
                 received.append(self._decoder.decode(memoryview(self._unread)[at + _LENGTH.size : end]))
             except msgspec.MsgspecError as error:
-                raise BorderError(str(error)) from error
+                raise IpcError(str(error)) from error
             at = end
         del self._unread[:at]
         return received
