@@ -32,7 +32,7 @@ MAX_DRIFT = 0.01
 MAX_CALLBACKS_AT_ONCE = 2_000_000
 """More callbacks without a tick of the clock are a loop that never ends."""
 
-READY_WITHIN_S = 10.0
+READY_WITHIN_S = 30.0
 """From the start of all services to a mesh that serves."""
 REST_WITHIN_S = 12.0
 """After the last request's end: leases of lost readers run out, the last of the dead are noticed."""

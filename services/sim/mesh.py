@@ -40,7 +40,7 @@ from services.sim.platform.loop import Process, SimLoop
 from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
-from services.telemetry import ListExporter, SpanRecord, Telemetry
+from services.telemetry import ListExporter, MeshClock, SpanRecord, Telemetry
 from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.parts import WorkerParts, info_of
 from services.worker.service import run_worker
@@ -113,6 +113,8 @@ class Service:
     app: GatewayApp | None = None
     """The application of a gateway that is ready."""
     engine: SimEngineThread | None = None
+    dates: MeshClock | None = None
+    """The mesh's time, as far as it knows it."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """For a KV holder: what answers for its leases towards the data plane."""
 
@@ -214,6 +216,7 @@ class SimMesh:
         """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""
         exporters = [ListExporter(self.spans)] if self.spans is not None else []
         telemetry = Telemetry(service.name, exporters, self.config.telemetry, at_once=True)
+        service.dates = telemetry.clock
         if service.role != "scheduler":  # as `serve` does
             keeps_time = keep_time(service.bus, telemetry.clock, Metrics(), self.config.times.telemetry)
             clock = self.loop.spawn(service.process, keeps_time, "keep the time")

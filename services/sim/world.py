@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
-from services.clocks import NUM_SOON
 from services.sim.client import Exchange, post
 from services.sim.faults import FaultActor
 from services.sim.limits import (
@@ -218,6 +217,7 @@ class World:
             await asyncio.sleep(CHECK_INTERVAL_S)
         else:
             self.verdict.problems.append(f"the scheduler does not use {', '.join(sorted(missing))} any more")
+        await self._until(rests, REST_WITHIN_S, "")  # a copy of the last answer may have begun since
         if self.mesh.spans is not None:
             with_kills = any(name in self.verdict.faults for name in ("kill", "drain"))
             with_corruption = "corruption" in self.verdict.faults
@@ -249,10 +249,10 @@ class World:
 
     def _is_ready(self) -> bool:
         """Say whether gateways serve, and schedulers on machines with other clocks have agreed on one."""
-        services, shape = self.mesh.services.values(), self.mesh.shape
-        agrees_s = NUM_SOON * self.mesh.config.times.telemetry.clock_soon_s if shape.num_schedulers > 1 else 0.0
-        ready_s = 1.0 + (agrees_s if shape.skew_s else 0.0)
-        return all(s.app is not None for s in services if s.role == "gateway") and self.clock.now_s > ready_s
+        services, now_ns = self.mesh.services.values(), self.clock.now_ns
+        serves = all(s.app is not None for s in services if s.role == "gateway") and self.clock.now_s > 1.0
+        dates = [s.dates.date_ns(s.process.clock.monotonic_ns(now_ns)) for s in services if s.dates is not None]
+        return serves and max(dates) - min(dates) <= CLOCK_NS
 
     async def _until(self, holds: Callable[[], bool], within_s: float, complaint: str) -> None:
         end_s = self.clock.now_s + within_s

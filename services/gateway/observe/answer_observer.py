@@ -18,10 +18,13 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
 from services.gateway.request.answer_usage import AnswerUsage
 from services.gateway.request.events import (
+    Abandon,
     Action,
     AskPlacement,
     Deliver,
     Event,
+    FailRequest,
+    Finish,
     PlaceEvent,
     PlaceGranted,
     PlaceRefused,
@@ -51,7 +54,7 @@ class ChoiceSpans:
         """See one step: what has happened (None: time has passed), and what was decided on it."""
         match event:
             case PlaceGranted() | PlaceRefused() | PlaceUnanswered():
-                self._placed(live, event)
+                self._placed(live, event)  # nothing where its request has ended meanwhile
             case WorkerAccepted(attempt=attempt, worker_id=worker_id, accepted_ns=accepted_ns):
                 self._answered(live, attempt, worker_id, accepted_ns and self.telemetry.clock.at_ns(accepted_ns))
             case WorkerRefused(attempt=attempt, worker_id=worker_id, reason=error):
@@ -68,6 +71,8 @@ class ChoiceSpans:
                 case SendAttempt(attempt=attempt, worker_id=worker_id, upstream=upstream):
                     part = "prefill" if upstream is None else "decode"
                     times.sent[attempt, worker_id] = Dispatch(part, times.placed_ns)
+                case Finish() | FailRequest() | Abandon():
+                    self._placed(live, PlaceUnanswered(live.core.attempt, "the request has ended"))
                 case SendCancel() | AskPlacement():
                     if live.core.moved_by is not None and times.moved is None:
                         times.moved = live.core.moved_by, time.monotonic_ns()
@@ -85,7 +90,10 @@ class ChoiceSpans:
             times.attempt, times.asked_ns = attempt, times.asked_again_ns
 
     def _placed(self, live: LiveRequest, event: PlaceEvent) -> None:
-        """A scheduler has answered, or has not."""
+        """A scheduler has answered, or has not. Once for each question, below which its own spans lie."""
+        own, live.times.place_trace = live.times.place_trace, ""
+        if not own:
+            return
         now_ns, error = time.monotonic_ns(), ""
         attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: live.job.request_id, Key.ATTEMPT: event.attempt}
         match event:
@@ -113,7 +121,7 @@ class ChoiceSpans:
             span_ns,
             attributes,
             error=error,
-            own=live.times.place_trace,
+            own=own,
             peer="scheduler",
         )
 

@@ -30,7 +30,7 @@ class RequestTimes:
     asked_again_ns: int = 0
     """When a scheduler was last asked for it."""
     place_trace: str = ""
-    """What names the span of that question: those of the scheduler and the directory lie under it."""
+    """What names the span of that question until it is recorded. The scheduler's and the directory's lie under it."""
     placed_ns: int = 0
     """When it was placed."""
     written_s: float = 0.0
