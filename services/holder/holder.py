@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol
 
 import msgspec
 
+from dataplane.ends.reader import Landed
 from dataplane.memory.codec import WireDtype
 from schemas import subjects
 from schemas.directory import Inventory, ReadInventory
@@ -27,7 +28,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.holder.core.actions import Action, CloseLease, Lend, SendReply, StartRead, StopRead
 from services.holder.core.checks import HolderLimits
-from services.holder.core.events import CopyOffered, Event, Fenced, Stopping, StreamEnded, StreamStarted
+from services.holder.core.events import CopyOffered, Event, Fenced, ReadEnded, Stopping, StreamEnded, StreamStarted
 from services.holder.core.leases import LeaseTable
 from services.holder.core.lending import LendCore
 from services.holder.core.rules import Rules
@@ -37,7 +38,7 @@ from services.holder.kv.reads import KVReads, ReaderSettings
 from services.holder.limits import READ_BYTES_PER_S_MIN
 from services.holder.observe.metrics import HolderMetrics
 from services.holder.observe.observer import HolderObserver
-from services.holder.observe.transfers import FinishedRead
+from services.holder.observe.transfers import TransferSpan
 from services.holder.outbox import Outbox
 from services.holder.parts import HolderParts
 from services.holder.report import Reporter
@@ -177,14 +178,13 @@ class Holder(Generic[MemoryT]):
     def start_reading(
         self,
         tasks: asyncio.TaskGroup,
-        record: Callable[[FinishedRead], None],
+        record: Callable[[ReadEnded, TransferSpan, Landed | None], None],
         wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same",
     ) -> None:
         """Make what reads for this holder: tasks of `tasks`. `record` hears of each read that has ended."""
         layout = self.parts.shape.layout
         settings = ReaderSettings(
             reader_id=self.parts.worker_id,
-            fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             carrier=self._config.worker.carrier,
             base_s=self._times.read_base_s,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from dataplane.ends.reader import Landed
 from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.block import split_hashes
@@ -18,10 +19,10 @@ from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.holder.core.actions import Action, NotTaken
 from services.holder.core.copies import CopyCore
-from services.holder.core.events import DrainBegun, Event, LeaseAsked, MemoryChanged, Stopping, TimePassed
+from services.holder.core.events import DrainBegun, Event, LeaseAsked, MemoryChanged, ReadEnded, Stopping, TimePassed
 from services.holder.core.rules import Rules
 from services.holder.holder import Holder
-from services.holder.observe.transfers import FinishedRead
+from services.holder.observe.transfers import TransferSpan
 from services.holder.report import Reporter
 from services.metrics import Metrics
 from services.runtime import now_ms
@@ -183,11 +184,10 @@ class Store:
         """Memory has changed beside: blocks came from behind it, or have been written there."""
         self.step(MemoryChanged(), "tier")
 
-    def _record(self, finished: FinishedRead) -> None:
+    def _record(self, ended: ReadEnded, span: TransferSpan, _: Landed | None) -> None:
         """Record a read of a worker's blocks."""
-        ended = finished.ended
         num_blocks = ended.outcome.num_landed_tokens // self._memory.layout.block_size
-        finished.span.finished({Key.SOURCE: ended.read.holder, Key.NUM_BLOCKS: num_blocks}, ended.end, ended.detail)
+        span.finished({Key.SOURCE: ended.read.holder, Key.NUM_BLOCKS: num_blocks}, ended.end, ended.detail)
 
     # What goes by the clock, or by itself.
 

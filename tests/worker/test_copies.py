@@ -10,11 +10,11 @@ from dataplane.blocks.layout import uniform_shape
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, BlockHasher, hash_blocks, join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks
+from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks, RequestLease
 from schemas.request import RefusalReason
 from schemas.worker import LeftReason, WorkerLeft
 from services.holder.core.actions import Action, NotTaken, Publish, StartRead, StopRead, Submit
-from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.attempt import KVRead
 from services.holder.core.content import AttemptKey, ReadOutcome
 from services.holder.core.copies import CopyCore, num_spare
 from services.holder.core.events import CopyOffered, DrainBegun, Fenced, ReadEnded, SequenceFailed, SequenceRemoved
@@ -106,8 +106,8 @@ def gone(core: Replica, read: KVRead) -> list[Action]:
 
 
 def hashes_of(read: KVRead) -> tuple[BlockHash, ...]:
-    assert isinstance(read.lease, WantedLease)
-    return read.lease.block_hashes
+    assert isinstance(read.lease, RequestLease)
+    return tuple(split_hashes(read.lease.block_hashes))
 
 
 # Out.
@@ -291,7 +291,7 @@ def test_one_read_is_of_one_tenants_blocks() -> None:
     (read,) = cools(core, "a", 2, 1, tenant="x")
     assert cools(core, "a", 2, 1, tenant="y") == []
     (other,) = landed(core, read, 2)
-    assert isinstance(read.lease, WantedLease) and isinstance(other.lease, WantedLease)
+    assert isinstance(read.lease, RequestLease) and isinstance(other.lease, RequestLease)
     assert (read.lease.tenant, other.lease.tenant) == ("x", "y") and hashes_of(read) == hashes_of(other)
     landed(core, other, 2)
     assert core.cache.num_of("x") == core.cache.num_of("y") == 2

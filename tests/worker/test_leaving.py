@@ -7,12 +7,11 @@ import pytest
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.kept import Content, KeptBlocks
-from schemas.block import join_hashes
+from schemas.block import join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.kv import ReplicateBlocks
+from schemas.kv import ReplicateBlocks, RequestLease
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad, WorkerRole
 from services.holder.core.actions import StartRead
-from services.holder.core.attempt import WantedLease
 from services.holder.core.content import ReadOutcome
 from services.holder.core.copies import CopyCore, num_spare
 from services.holder.core.events import CopyOffered, ReadEnded
@@ -151,7 +150,8 @@ def test_a_full_cache_gives_up_its_coldest_half_for_one_that_leaves_and_nothing_
     core = copies_of(cache)
     assert case.decide(core, offered(8, leaving=False), 0) == []
     read = one(case.decide(core, offered(8), 0), StartRead).read
-    assert isinstance(read.lease, WantedLease) and read.lease.block_hashes == tuple(hashes(6)), "half, the hottest"
+    assert isinstance(read.lease, RequestLease)
+    assert split_hashes(read.lease.block_hashes) == hashes(6), "half, the hottest"
     case.decide(core, ReadEnded(read, ReadOutcome(num_landed_tokens=24, num_bytes=1, carrier="shm", is_whole=True)), 1)
     assert all(cache.holds(block_hash) for block_hash in hashes(6))
     assert cache.num_cached == 12 and cache.num_free == 0

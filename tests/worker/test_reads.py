@@ -11,14 +11,14 @@ import pytest
 from dataplane.blocks.kept import KeptBlocks
 from dataplane.ends.reader import PlaneReader
 from schemas import subjects
-from schemas.block import BLOCK_HASH_BYTES
+from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease
 from schemas.request import RefusalReason, Refused
 from schemas.worker import DescribeFleet, FleetDescribed
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.attempt import KVRead
 from services.holder.core.content import ReadOutcome
 from services.holder.core.events import ReadEnded, ReadStarted
 from services.holder.kv.peers import Peers
@@ -29,6 +29,7 @@ from services.telemetry import Telemetry
 from services.times import WorkerTimes
 from tests.credentials import CREDENTIALS
 from tests.wire.examples import LOAD
+from tests.worker.worker_cases import lease_of
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
 BLOCK_SIZE = 8
@@ -49,13 +50,11 @@ def request() -> RequestLease:
 
 def reads_of(bus: TypedBus, outbox: Outbox, tasks: asyncio.TaskGroup) -> KVReads:
     times = WorkerTimes(coming_again_s=0.001)
-    settings = ReaderSettings(
-        reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0, times=times
-    )
+    settings = ReaderSettings(reader_id=READER, block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0, times=times)
     reader = cast("PlaneReader", None)  # nothing is read here
     return KVReads(
         settings, bus, outbox, reader, Peers(bus, times), CREDENTIALS, Telemetry(READER), tasks,
-        record=lambda _: None, contents=None, kept=KeptBlocks(1),
+        record=lambda *_: None, contents=None, kept=KeptBlocks(1),
     )  # fmt: skip
 
 
@@ -166,7 +165,7 @@ async def test_a_refusal_keeps_its_reason() -> None:
 
 def wanted_read() -> KVRead:
     hashes = (BlockHash(bytes(BLOCK_HASH_BYTES)), BlockHash(bytes([1]) * BLOCK_HASH_BYTES))
-    return KVRead((RequestId("r"), 1), HOLDER, WantedLease(0, hashes, now_ms() + 5_000), ())
+    return KVRead((RequestId("r"), 1), HOLDER, lease_of(0, hashes, now_ms() + 5_000), ())
 
 
 async def test_a_read_whose_lease_is_refused_ends_with_the_reason_and_is_recorded() -> None:
@@ -178,7 +177,7 @@ async def test_a_read_whose_lease_is_refused_ends_with_the_reason_and_is_recorde
         ended: asyncio.Queue[ReadEnded] = asyncio.Queue()
         recorded: list[ReadEnded] = []
         reads.on_event = lambda event: ended.put_nowait(event) if isinstance(event, ReadEnded) else None
-        reads.record = lambda finished: recorded.append(finished.ended)
+        reads.record = lambda ended, *_: recorded.append(ended)
         read = wanted_read()
         reads.begin_read(read)
         event = await ended.get()
@@ -239,7 +238,7 @@ async def test_nothing_is_read_from_an_incarnation_that_nobody_knows() -> None:
         holder.answers.set()
         holder.reply = msgspec.structs.replace(GRANTED, incarnation="a stranger's")
         deadline_ms = now_ms() + 60_000
-        lease = WantedLease(0, tuple([BlockHash(bytes(BLOCK_HASH_BYTES))] * 2), deadline_ms)
+        lease = lease_of(0, [BlockHash(bytes(BLOCK_HASH_BYTES))] * 2, deadline_ms)
         ended = await reads.carry_out(KVRead((RequestId("r"), 1), HOLDER, lease, ()))
         assert ended.end is ReadEnd.UNKNOWN and "a stranger's" in ended.detail
         assert (await holder.returned.get()).lease_id == GRANTED.lease_id
@@ -252,7 +251,7 @@ async def test_nothing_is_read_from_an_incarnation_that_nobody_knows() -> None:
 
 def wanted(deadline_ms: int = 0) -> KVRead:
     hashes = tuple(BlockHash(bytes([number]) * BLOCK_HASH_BYTES) for number in range(6))
-    lease = WantedLease(2, hashes, deadline_ms or now_ms() + 60_000)
+    lease = lease_of(2, hashes, deadline_ms or now_ms() + 60_000)
     return KVRead((RequestId("r"), 1), HOLDER, lease, (), 2 * BLOCK_SIZE)
 
 
@@ -288,9 +287,9 @@ async def test_what_is_still_computed_is_asked_for_again(
 
     async def run(reads: KVReads, holder: Holder) -> None:
         async def carry_out(read: KVRead) -> ReadEnded:
-            assert isinstance(read.lease, WantedLease)
+            assert isinstance(read.lease, RequestLease)
             assert read.first_token == read.lease.first_block * BLOCK_SIZE
-            assert len(read.lease.block_hashes) == 8 - read.lease.first_block
+            assert len(split_hashes(read.lease.block_hashes)) == 8 - read.lease.first_block
             asked.append(read.lease.first_block)
             return replace(script[len(asked) - 1], read=read)
 

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from schemas.block import hash_blocks
+from schemas.block import hash_blocks, split_hashes
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import LeaseId, RequestId, WorkerId
-from schemas.kv import ReadEnd
+from schemas.kv import ReadEnd, RequestLease
 from schemas.message import Message
 from schemas.request import AttemptAccepted, RefusalReason, Refused, RequestFailure, RunAttempt
 from services.holder.core.actions import (
@@ -21,7 +21,7 @@ from services.holder.core.actions import (
     Submit,
     Withdraw,
 )
-from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.attempt import KVRead
 from services.holder.core.content import ReadOutcome
 from services.holder.core.events import (
     AttemptUnwanted,
@@ -152,8 +152,9 @@ def test_a_tenants_blocks_have_names_of_their_own_wherever_they_are_asked_for() 
     request = case.run_prefill(num_tokens=9, sources=(case.source("d0", 0, 2),))
     request = msgspec.structs.replace(request, tenant="a", replica=WorkerId("d5"))
     read = one(bench.run(request), StartRead).read
-    assert isinstance(read.lease, WantedLease) and read.lease.tenant == "a"
-    assert list(read.lease.block_hashes) == hash_blocks(list(range(1, 10)), 4, model_fingerprint="f", tenant="a")
+    assert isinstance(read.lease, RequestLease) and read.lease.tenant == "a"
+    expected = hash_blocks(list(range(1, 10)), 4, model_fingerprint="f", tenant="a")
+    assert split_hashes(read.lease.block_hashes) == expected
     attempt = one(case.hear(bench.prefill, case.brings(read, 0), 1), Submit).attempt
     assert attempt.request.tenant == "a"
     assert attempt.replica_offer is not None and attempt.replica_offer.replica == "d5"

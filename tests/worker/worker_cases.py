@@ -1,15 +1,16 @@
 """Messages and engine results for the tests of the worker cores."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
-from schemas.block import hash_blocks, pack_tokens, unpack_tokens
+from schemas.block import hash_blocks, join_hashes, pack_tokens, split_hashes, unpack_tokens
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered
-from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.ids import BlockHash, GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.kv import RequestLease
 from schemas.logprobs import TokenLogprob
 from schemas.message import Message
 from schemas.request import (
@@ -24,7 +25,7 @@ from schemas.request import (
 )
 from services.engine.messages import SampledToken, StepResult, SubmitSequence
 from services.holder.core.actions import Action, AttemptEnded, Publish, SendReply
-from services.holder.core.attempt import Attempt, AttemptTimes, KVRead, WantedLease
+from services.holder.core.attempt import Attempt, AttemptTimes, KVRead
 from services.holder.core.checks import WorkerLimits
 from services.holder.core.content import ReadOutcome
 from services.holder.core.copies import BlockCopy
@@ -229,8 +230,16 @@ def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
 
 def wanted(read: KVRead) -> tuple[str, int, int]:
     """Return whom a lease is asked of, and for which blocks: the first, and how many."""
-    assert isinstance(read.lease, WantedLease)
-    return read.holder, read.lease.first_block, len(read.lease.block_hashes)
+    assert isinstance(read.lease, RequestLease)
+    return read.holder, read.lease.first_block, len(split_hashes(read.lease.block_hashes))
+
+
+def lease_of(first_block: int, hashes: Sequence[BlockHash], deadline_ms: int) -> RequestLease:
+    """Return the question for a lease on these blocks, for a first request's read."""
+    return RequestLease(
+        request_id=RequestId("r"), attempt=1, deadline_ms=deadline_ms, reader=DECODE, fingerprint="f",
+        first_block=first_block, block_hashes=join_hashes(hashes),
+    )  # fmt: skip
 
 
 def brings(read: KVRead, *outcome: Any, **more: Any) -> ReadEnded:

@@ -4,7 +4,7 @@ time, threads or bytes. After every event the conservation law is checked on bot
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from schemas.block import unpack_tokens
+from schemas.block import split_hashes, unpack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, WorkerId
 from schemas.kv import ReadEnd, RequestLease
@@ -27,7 +27,7 @@ from services.holder.core.actions import (
     Submit,
     Withdraw,
 )
-from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.attempt import KVRead
 from services.holder.core.content import AttemptKey, ReadOutcome
 from services.holder.core.events import (
     AttemptUnwanted,
@@ -194,8 +194,8 @@ class WorkerWorld:
         if fetches := self.fetches:
             read = fetches[index % len(fetches)]
             self.reads.remove(read)
-            assert isinstance(read.lease, WantedLease)
-            asked = len(read.lease.block_hashes)
+            assert isinstance(read.lease, RequestLease)
+            asked = len(split_hashes(read.lease.block_hashes))
             num_blocks = min(share, asked)
             landed = (read.lease.first_block + num_blocks) * BLOCK if num_blocks else 0
             outcome = ReadOutcome(landed, landed, "tcp", is_whole=num_blocks == asked)

@@ -12,7 +12,8 @@ from typing import Literal
 from dataplane.blocks.layout import BlockTables
 from schemas.block import BlockHasher, pack_tokens, unpack_tokens
 from schemas.handoff import HandoffState, KVOffered
-from schemas.ids import BlockHash, HandoffId, RequestId, WorkerId
+from schemas.ids import HandoffId, RequestId, WorkerId
+from schemas.kv import RequestLease
 from schemas.logprobs import Logprobs, TokenLogprob, num_message_bytes, pack_logprobs, unpack_logprobs
 from schemas.observe import HeldRequest, RunStage
 from schemas.request import (
@@ -31,23 +32,6 @@ from services.holder.core.leases import Grant
 from services.holder.core.replica_offer import ReplicaOffer
 
 
-@dataclass(slots=True, frozen=True)
-class WantedLease:
-    """A lease to ask for: on the blocks from `first_block` of a sequence on, as far as the holder has them.
-
-    `deadline_ms`: of the request that they are read for.
-    """
-
-    first_block: int
-    block_hashes: tuple[BlockHash, ...]
-    deadline_ms: int
-    tenant: str = ""
-    proof: bytes = b""
-    """The gateway's, of the request that they are read for."""
-    is_copy: bool = False
-    """There is no such request: they are to be kept here as well."""
-
-
 @dataclass(slots=True, frozen=True, eq=False)
 class KVRead:
     """One read of KV from `holder` into the blocks of `tables`: from `first_token` of a hand-over that was offered, or
@@ -55,7 +39,7 @@ class KVRead:
 
     key: AttemptKey
     holder: WorkerId
-    lease: KVOffered | WantedLease
+    lease: KVOffered | RequestLease
     tables: BlockTables
     first_token: int = 0
     traceparent: str = ""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import num_blocks_for
 from schemas import subjects
-from schemas.block import BlockHasher, pack_tokens
+from schemas.block import BlockHasher, join_hashes, pack_tokens
 from schemas.handoff import HandoffAborted
 from schemas.ids import BlockHash, GatewayId, HandoffId
-from schemas.kv import LeaseEnd
+from schemas.kv import LeaseEnd, RequestLease
 from schemas.logprobs import pack_logprobs
 from schemas.observe import RunStage
 from schemas.request import (
@@ -41,7 +41,7 @@ from services.holder.core.actions import (
     Submit,
     Withdraw,
 )
-from services.holder.core.attempt import Attempt, KVRead, SentAnswer, TwinWait, WantedLease
+from services.holder.core.attempt import Attempt, KVRead, SentAnswer, TwinWait
 from services.holder.core.checks import WorkerLimits, check_request, read_prompt
 from services.holder.core.content import AttemptKey, PromptKV
 from services.holder.core.events import AttemptAsked
@@ -432,10 +432,19 @@ class Attempts:
         piece = attempt.kv.next_piece(self.limits.worker_id)
         if piece is None:
             return None
-        hashes: list[BlockHash] = attempt.hasher.hashes[piece.first_block : piece.first_block + piece.num_blocks]
-        request = attempt.request
-        lease = WantedLease(piece.first_block, tuple(hashes), request.deadline_ms, request.tenant, request.proof)
-        first_token = piece.first_block * self.limits.block_size
+        request, limits = attempt.request, self.limits
+        lease = RequestLease(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            reader=limits.worker_id,
+            fingerprint=limits.fingerprint,
+            first_block=piece.first_block,
+            block_hashes=join_hashes(attempt.hasher.hashes[piece.first_block : piece.first_block + piece.num_blocks]),
+            tenant=request.tenant,
+            proof=request.proof,
+        )
+        first_token = piece.first_block * limits.block_size
         attempt.enter(RunStage.FETCHING)
         attempt.read = KVRead(attempt.key, piece.source, lease, attempt.tables, first_token, attempt.traceparent)
         return StartRead(attempt.read)

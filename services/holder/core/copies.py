@@ -16,14 +16,14 @@ from typing import NamedTuple
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTables
-from schemas.block import BLOCK_HASH_BYTES, split_hashes
+from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, is_subject_token
-from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks
+from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks, RequestLease
 from schemas.observe import HeldRequest, RunStage
 from schemas.request import RefusalReason
 from schemas.worker import WorkerLeft
 from services.holder.core.actions import Action, NotTaken, StartRead, StopRead
-from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.attempt import KVRead
 from services.holder.core.checks import HolderLimits
 from services.holder.core.events import (
     CopyOffered,
@@ -259,7 +259,17 @@ class CopyCore:
         self._num_read += 1
         hashes = tuple(content.block_hash for content in batch)
         key = (RequestId(f"{COPY_REQUEST}{self._limits.worker_id}-{self._num_read}"), 1)
-        lease = WantedLease(0, hashes, now_ms + self._limits.times.worker.read_within_ms, tenant, is_copy=True)
+        lease = RequestLease(
+            request_id=key[0],
+            attempt=key[1],
+            deadline_ms=now_ms + self._limits.times.worker.read_within_ms,
+            reader=self._limits.worker_id,
+            fingerprint=self._limits.fingerprint,
+            first_block=0,
+            block_hashes=join_hashes(hashes),
+            tenant=tenant,
+            is_copy=True,
+        )
         read = KVRead(key, worker_id, lease, tables, traceparent=first.traceparent)
         self.reading[read] = BlockCopy(hashes, tenant, tables, first.why, now_ms)
         return [StartRead(read), *dropped]

@@ -10,30 +10,29 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import msgspec
 
 from dataplane.blocks.kept import Content, KeptBlocks
-from dataplane.blocks.layout import BlockTables, block_ids
+from dataplane.blocks.layout import block_ids
 from dataplane.ends.reader import Landed, PlaneReader, ReadRequest
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.content_tags import BlockContents, ExpectedContent
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
-from schemas.block import join_hashes
+from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.handoff import Endpoint, FirstToken, KVOffered
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_asked
 from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.holder.core.attempt import KVRead, WantedLease
+from services.holder.core.attempt import KVRead
 from services.holder.core.content import ReadOutcome
 from services.holder.core.events import ReadEnded, ReadStarted
 from services.holder.kv.peers import Peers
 from services.holder.limits import TWIN_WAIT_SHARE
-from services.holder.observe.transfers import FinishedRead, TransferSpan
+from services.holder.observe.transfers import TransferSpan
 from services.holder.outbox import Outbox
 from services.runtime import logging_failures, now_ms
 from services.telemetry import Telemetry
@@ -52,24 +51,12 @@ class NotGrantedError(Exception):
         self.end = end
 
 
-class ReadTerms(NamedTuple):
-    """What may be read, of an offer or of a granted lease, and where it goes."""
-
-    endpoint: Endpoint
-    ticket: str
-    tables: BlockTables
-    first_token: int
-    num_tokens: int
-    more_comes: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReaderSettings:
     """How one reader reads. `carrier`: which one is asked for, or "auto". A read under a lease may take `base_s` and
     `token_s` a token, and no longer than its deadline."""
 
     reader_id: WorkerId
-    fingerprint: str
     block_size: int
     carrier: str
     base_s: float
@@ -92,7 +79,7 @@ class KVReads:
     credentials: HolderCredentials
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
-    record: Callable[[FinishedRead], None]
+    record: Callable[[ReadEnded, TransferSpan, Landed | None], None]
     contents: BlockContents | None
     """By which lent blocks prove themselves here; None: they cannot."""
     kept: KeptBlocks
@@ -130,17 +117,19 @@ class KVReads:
         What has come of a read that is stopped during its rest counts."""
         lease = read.lease
         ended = await self.carry_out(read)
-        if not isinstance(lease, WantedLease):
+        if isinstance(lease, KVOffered):
             return ended
         until_ms = now_ms() + max(0, lease.deadline_ms - now_ms()) // TWIN_WAIT_SHARE
-        limit_s = self.settings.base_s + len(lease.block_hashes) * self.settings.block_size * self.settings.token_s
+        num_blocks, block_size = len(lease.block_hashes) // BLOCK_HASH_BYTES, self.settings.block_size
+        limit_s = self.settings.base_s + num_blocks * block_size * self.settings.token_s
         latest, moved_s = ended, time.monotonic()
         while (is_coming := latest.end is ReadEnd.COMING) or latest.outcome.more_comes:
             if now_ms() >= until_ms or (not is_coming and time.monotonic() - moved_s > limit_s):
                 break
             before = ended.outcome
-            num_read = max(0, before.num_landed_tokens // self.settings.block_size - lease.first_block)
-            rest = replace(lease, first_block=lease.first_block + num_read, block_hashes=lease.block_hashes[num_read:])
+            num_read = max(0, before.num_landed_tokens // block_size - lease.first_block)
+            left = lease.block_hashes[num_read * BLOCK_HASH_BYTES :]
+            rest = msgspec.structs.replace(lease, first_block=lease.first_block + num_read, block_hashes=left)
             first_token = max(before.num_landed_tokens, read.first_token)
             try:
                 if is_coming:
@@ -165,21 +154,20 @@ class KVReads:
     async def carry_out(self, read: KVRead) -> ReadEnded:
         """Read, record it, and return how it ended."""
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
-        landed, content, ended = None, None, _stopped(read)
+        landed, ended = None, _stopped(read)
         try:
-            async with self._terms(read, span.story) as terms:
-                content = self._expected(read, terms)
+            async with self._terms(read, span) as (request, more_comes):
                 try:
-                    landed = await self._stream(read, terms, content, span.stats)
+                    landed = await self.reader.read_kv(request, lambda carrier: self._started(read, carrier))
                 finally:  # also of what landed of a read that broke
-                    if content is not None:
+                    if (content := request.content) is not None:
                         self.kept.tags |= dict(zip(content.blocks, content.tags, strict=False))
             outcome = ReadOutcome(
                 landed.num_tokens,
                 landed.stats.num_bytes,
                 landed.stats.carrier,
                 is_whole=True,
-                more_comes=terms.more_comes,
+                more_comes=more_comes,
             )
             first_token = self._first_token(landed.trailer) if read.is_hand_over else None
             ended = ReadEnded(read, outcome, first_token=first_token)
@@ -197,7 +185,7 @@ class KVReads:
         finally:  # also where it is cancelled: the thread has ended then
             span.holder_role = self.peers.role_of(read.holder)
             with logging_failures(f"recording the read of {read.key[0]}"):
-                self.record(FinishedRead(ended, span, landed))
+                self.record(ended, span, landed)
         return ended
 
     def _first_token(self, trailer: bytes) -> FirstToken:
@@ -212,20 +200,23 @@ class KVReads:
             self.on_event(_stopped(read) if task.cancelled() else task.result())
 
     @asynccontextmanager
-    async def _terms(self, read: KVRead, traceparent: str) -> AsyncGenerator[ReadTerms]:
-        """Hold what allows a read, for as long as it takes. Raises NotGrantedError."""
+    async def _terms(self, read: KVRead, span: TransferSpan) -> AsyncGenerator[tuple[ReadRequest, bool]]:
+        """Acquire the right to read (the peer's offer, or a lease requested from the holder); give it back on exit.
+        Yields what the plane is to read, and whether the holder will have more. Raises NotGrantedError."""
         lease = read.lease
         if isinstance(lease, KVOffered):
             endpoint = await self._endpoint(read.holder, lease)
-            yield ReadTerms(endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
+            yield self._to_read(read, endpoint, lease.ticket, (read.first_token, lease.num_tokens), span.stats), False
             return
         if not await self.peers.is_known(read.holder):  # a made-up name is not waited for
             raise NotGrantedError(f"no worker {read.holder} has joined", end=ReadEnd.UNKNOWN)
-        async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
-            endpoint = await self._endpoint(read.holder, granted)
-            yield ReadTerms(
-                endpoint, granted.ticket, read.tables, granted.first_token, granted.num_tokens, granted.more_comes
-            )
+        within_ms = min(lease.deadline_ms - now_ms(), self.settings.times.lease_answer_ms)
+        request = msgspec.structs.replace(lease, answer_within_ms=within_ms)
+        if lease.is_copy:
+            request = self.credentials.prove_copy(request, read.holder)
+        async with self.lease(request, read.holder, span.story) as granted:
+            endpoint, tokens = await self._endpoint(read.holder, granted), (granted.first_token, granted.num_tokens)
+            yield self._to_read(read, endpoint, granted.ticket, tokens, span.stats), granted.more_comes
 
     async def _endpoint(self, holder: WorkerId, terms: KVOffered | LeaseGranted) -> Endpoint:
         """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""
@@ -236,52 +227,36 @@ class KVReads:
             )
         return msgspec.structs.replace(endpoint, arena_nonce=terms.arena_nonce)
 
-    def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
-        request_id, attempt = read.key
-        request = RequestLease(
-            request_id=request_id,
-            attempt=attempt,
-            deadline_ms=lease.deadline_ms,
-            answer_within_ms=min(lease.deadline_ms - now_ms(), self.settings.times.lease_answer_ms),
-            reader=self.settings.reader_id,
-            fingerprint=self.settings.fingerprint,
-            first_block=lease.first_block,
-            block_hashes=join_hashes(lease.block_hashes),
-            tenant=lease.tenant,
-            proof=lease.proof,
-            is_copy=lease.is_copy,
-        )
-        return self.credentials.prove_copy(request, read.holder) if lease.is_copy else request
-
-    def _expected(self, read: KVRead, terms: ReadTerms) -> ExpectedContent | None:
-        """Return what lent blocks must be; None of a hand-over, which was computed just now."""
-        if isinstance(read.lease, KVOffered) or self.contents is None:
-            return None
-        table, first_block = terms.tables[0], terms.first_token // self.settings.block_size
-        blocks = block_ids(table.segments)[first_block - table.first_block :]
-        content = [Content(read.lease.tenant, block_hash) for block_hash in read.lease.block_hashes]
-        return ExpectedContent(self.contents, content, blocks)
-
-    async def _stream(
-        self, read: KVRead, terms: ReadTerms, content: ExpectedContent | None, stats: TransferStats
-    ) -> Landed:
+    def _to_read(
+        self, read: KVRead, endpoint: Endpoint, ticket: str, tokens: tuple[int, int], stats: TransferStats
+    ) -> ReadRequest:
+        """Return what the plane is to read of a holder: tokens [first, end) of the sequence."""
+        first_token, num_tokens = tokens
         left_s = max(0.0, (read.lease.deadline_ms - now_ms()) / 1000)
-        num_tokens = max(0, terms.num_tokens - terms.first_token)
         # A hand-over's stream takes as long as its prompt's computation.
-        limit_s = left_s if read.is_hand_over else self.settings.base_s + num_tokens * self.settings.token_s
-        request = ReadRequest(
-            terms.endpoint,
-            terms.ticket,
+        most_s = self.settings.base_s + max(0, num_tokens - first_token) * self.settings.token_s
+        return ReadRequest(
+            endpoint,
+            ticket,
             carrier=self.settings.carrier,
-            tables=terms.tables,
-            first_token=terms.first_token,
-            num_tokens=terms.num_tokens,
-            deadline_s=min(limit_s, left_s),
+            tables=read.tables,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            deadline_s=left_s if read.is_hand_over else min(most_s, left_s),
             wire_dtype=self.wire_dtype(read.holder),
-            content=content,
+            content=self._expected(read, first_token),
             stats=stats,
         )
-        return await self.reader.read_kv(request, lambda carrier: self._started(read, carrier))
+
+    def _expected(self, read: KVRead, first_token: int) -> ExpectedContent | None:
+        """Return what lent blocks must be; None of a hand-over, which was computed just now."""
+        lease = read.lease
+        if isinstance(lease, KVOffered) or self.contents is None:
+            return None
+        table, first_block = read.tables[0], first_token // self.settings.block_size
+        blocks = block_ids(table.segments)[first_block - table.first_block :]
+        content = [Content(lease.tenant, block_hash) for block_hash in split_hashes(lease.block_hashes)]
+        return ExpectedContent(self.contents, content, blocks)
 
     def _started(self, read: KVRead, carrier: str) -> None:
         if read.is_hand_over:

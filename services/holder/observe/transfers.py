@@ -3,12 +3,9 @@ under which it went."""
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from dataplane.ends.reader import Landed
 from dataplane.protocol.stream import TransferStats
 from schemas.kv import ReadEnd
-from services.holder.core.events import ReadEnded
 from services.holder.core.leases import Grant
 from services.telemetry import Attributes, AttributeValue, Key, SpanName, Telemetry
 
@@ -65,14 +62,6 @@ class TransferSpan:
                 return
             self.telemetry.record(name, parent, (reached_ns, phase_ns), {})
             reached_ns = phase_ns
-
-
-class FinishedRead(NamedTuple):
-    """A read that has ended, for who records it. `landed`: None: not all came."""
-
-    ended: ReadEnded
-    span: TransferSpan
-    landed: Landed | None
 
 
 def described_by(stats: TransferStats) -> dict[str, AttributeValue]:

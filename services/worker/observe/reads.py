@@ -5,9 +5,11 @@ import time
 from dataclasses import dataclass
 
 from dataplane.blocks.layout import num_blocks_for
+from dataplane.ends.reader import Landed
 from schemas.handoff import KVOffered
 from schemas.kv import ReadEnd
-from services.holder.observe.transfers import FinishedRead
+from services.holder.core.events import ReadEnded
+from services.holder.observe.transfers import TransferSpan
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key
 from services.worker.observe.measured_rates import MeasuredRates
@@ -24,9 +26,8 @@ class ReadRecords:
     rates: MeasuredRates
     measured: WorkerMetrics
 
-    def record(self, finished: FinishedRead) -> None:
-        """Record a read that has ended."""
-        ended, span, landed = finished
+    def record(self, ended: ReadEnded, span: TransferSpan, landed: Landed | None) -> None:
+        """Record a read that has ended. `landed`: None: not all came."""
         read = ended.read
         num_tokens = max(0, ended.outcome.num_landed_tokens - read.first_token)
         is_hand_over = isinstance(read.lease, KVOffered)
