@@ -35,12 +35,12 @@ def available_bytes() -> int | None:
 
 
 def own_bytes(pid: int) -> int:
-    """Return the memory that a process has of its own, shared memory not counted; 0: it has ended."""
+    """Return the memory that would be free if a process were not; what it shares with others, as the one that has
+    forked it, is not counted. 0: it has ended."""
     try:
-        _, resident, shared, *_ = (PROC / f"{pid}/statm").read_text("utf-8").split()
+        return 1024 * _number_of("Private_Dirty:", PROC / f"{pid}/smaps_rollup")
     except OSError:
         return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroups(controller: str) -> Iterator[Path]:

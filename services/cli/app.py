@@ -207,6 +207,7 @@ def serve(
     ] = None,
     keys: Annotated[str, typer.Option(help="Folder of the roles' keys for the bus; mesh.toml's if left out.")] = "",
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
+    starter: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
     from services.launch.serve import Overrides, run_service
@@ -214,7 +215,7 @@ def serve(
     metrics = None if metrics_port < 0 else metrics_port
     overrides = Overrides(gateway=port or None, metrics=metrics, device=device, engine=engine, keys=keys)
     with leaving_at_once():
-        run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
+        run_service(role, config, service_id=id, overrides=overrides, supervised=supervised, starter=starter)
 
 
 @app.command()

@@ -110,7 +110,7 @@ async def _up(options: UpOptions) -> int:
 
     def on_signal() -> None:
         if stop.is_set():  # the second time it is meant
-            supervisor.kill()
+            supervisor.kill_all()
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""The engine's process: `python -P -m services.engine.child`, which a worker starts (`spawn.py`).
+"""What an engine's process does, once it is forked (`forks.py`).
 
 Its main thread is the engine's; another one reads what the worker says.
 """
@@ -7,9 +7,7 @@ import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 
 from dataplane.memory.arena import Arena
@@ -30,7 +28,9 @@ from services.runtime import configure_logging
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+SHOWN_BYTES = 15
+"""Of a process's name, where processes are listed (prctl(2), PR_SET_NAME)."""
 
 
 def serve_worker(channel: Channel[ToProcess], table: int, bell: int) -> int:
@@ -82,18 +82,10 @@ def _listen(channel: Channel[ToProcess], loop: EngineLoop) -> None:
         os._exit(1)  # who hears nothing computes what nobody wants; the worker starts another one
 
 
-def main(name: str, channel: int, table: int, bell: int, parent: int) -> int:
-    """Be the engine of the worker of this name and process id. The others are file descriptors."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        return 1
+def main(name: str, channel: int, table: int, bell: int) -> int:
+    """Be the engine of the worker of this name; return the exit code. The others are file descriptors."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{name} engine".encode()[:SHOWN_BYTES])
     hear_no_signal()
     configure_logging(name)
     ours: Channel[ToProcess] = Channel(socket.socket(fileno=channel), os.eventfd(0, os.EFD_CLOEXEC), ToProcess)
     return serve_worker(ours, table, bell)
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1], *map(int, sys.argv[2:]))
-    sys.stderr.flush()
-    os._exit(code)  # Python would first take apart all that was imported

@@ -44,7 +44,7 @@ Memory is taken only for rows that are used."""
 LIBRARY_ANSWER_S = 1.0
 """So long a scrape waits for what the engine's library has counted."""
 CLOSE_LOOK_S = 0.2
-"""Who ends an engine looks so often whether another one was just being started."""
+"""Who waits for an engine's end looks so often whether another thread has seen it, or was just starting another one."""
 LOOKS_A_TIMEOUT = 20
 """Whether a step hangs is looked at so often within the time that it may take."""
 LOAD_TIMES = 10

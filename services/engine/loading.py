@@ -1,5 +1,6 @@
 """Makes an engine on the host, in whichever process it is to run."""
 
+import importlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,16 @@ def load_host_engine(
 
     ours = load_engine(checkpoint, arena_buffer=arena, shape=shape, num_threads=num_threads)
     return LoadedEngine(planned_steps(ours, checkpoint, settings), rules, CPU)
+
+
+def import_engine(name: str) -> None:
+    """Import what an engine is made of, which takes seconds. Raises ImportError."""
+    if name == "vllm":
+        from services.engine.vllm_engine.loading import import_vllm  # noqa: PLC0415
+
+        import_vllm()
+    else:
+        importlib.import_module("services.engine.torch_engine.model")
 
 
 def planned_steps(engine: Engine, checkpoint: Checkpoint, settings: WorkerConfig) -> BatchSteps:

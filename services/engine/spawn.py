@@ -7,15 +7,12 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 
 from dataplane.lasting import lasting_thread
 from dataplane.machine import own_bytes
-from services.config import child_environment
 from services.engine.ipc import (
     Channel,
     EngineReady,
@@ -27,37 +24,21 @@ from services.engine.ipc import (
     table_memory,
 )
 from services.engine.limits import CLOSE_LOOK_S, LOAD_MIN_S, LOAD_TIMES, SPARE_LOOK_S
+from services.engine.starter import ForkedEngine
 from services.errors import UserError
 from services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""What glibc's `malloc` reads. By itself it gives the kernel back what a step has freed, and the next step takes every
-page anew: of the time of a step with long contexts, half and more. 32 MiB is the most that it takes for the second."""
-Spawn = Callable[[str, tuple[int, int, int]], "subprocess.Popen[bytes]"]
-
-
-def spawn_child(name: str, fds: tuple[int, int, int], *, num_threads: int) -> "subprocess.Popen[bytes]":
-    """Start the process of the engine of this worker. `fds`: of its socket, of its table, of what wakes the worker."""
-    # OpenMP reads it as it is loaded, and vLLM lets nobody change it afterwards.
-    environment = KEEPS_MEMORY | child_environment() | {"OMP_NUM_THREADS": str(num_threads)}
-    module = "services.engine.child"
-    arguments = [sys.executable, "-P", "-m", module, name, *map(str, fds), str(os.getpid())]
-    # What libraries print must not be taken for what the worker says. Linux shares processors out among sessions first
-    # (sched(7), autogroup): in the worker's own, the worker would wait for its engine's share before it says a token.
-    return subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environment, close_fds=True,
-        start_new_session=True,
-    )  # fmt: skip
+Fork = Callable[[str, tuple[int, int, int]], ForkedEngine]
+"""`EngineStarter.fork_engine`."""
 
 
 class EngineChild:
     """An engine's process, as its worker has it."""
 
-    def __init__(self, order: LoadEngine, name: str, spawn: Spawn) -> None:
-        """Start it, by a thread that stays: the child ends with the one that has started it. Raises OSError where there
-        is no process or descriptor to be had."""
+    def __init__(self, order: LoadEngine, name: str, fork: Fork) -> None:
+        """Start it. Raises OSError where there is no process or descriptor to be had."""
         self.ready_ms = self.num_bytes = 0
         """What it took to be ready, and the memory that it has of its own, once it is."""
         self._said: EngineReady | None = None
@@ -72,7 +53,7 @@ class EngineChild:
             kept.enter_context(ours)
             given.enter_context(theirs)
             self.table = StepTable(table, num_layers)
-            self.process = spawn(name, (theirs.fileno(), table, bell))
+            self.process = fork(name, (theirs.fileno(), table, bell))
             kept.pop_all()
         self.channel: Channel[FromProcess] = Channel(ours, bell, FromProcess)
         self.channel.send_message(order)
@@ -96,6 +77,7 @@ class EngineChild:
         more than `timeout_s` from its start, and is ended."""
         if self._said is not None:
             return self._said
+        self.process.wait_forked(timeout_s)
         try:
             while True:
                 left_s = self._started_s + timeout_s - time.monotonic()
@@ -131,10 +113,17 @@ class SpareEngines:
     """Keeps `number` processes loaded, with nothing to do, by a thread of its own; none where `number` is 0. Each is
     started only while `has_room` says that there is memory for one more."""
 
-    def __init__(self, start_child: Callable[[], EngineChild], number: int, has_room: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        start_child: Callable[[], EngineChild],
+        number: int,
+        has_room: Callable[[], bool],
+        close_starter: Callable[[], None],
+    ) -> None:
         self._start_child = start_child
         self._number = number
         self._has_room = has_room
+        self._close_starter = close_starter
         self._load_s = LOAD_MIN_S
         """What an engine takes to load."""
         self._changed = threading.Condition()
@@ -142,7 +131,6 @@ class SpareEngines:
         self._ready: list[EngineChild] = []
         self._loading: EngineChild | None = None
         self._is_closed = False
-        # Children end with the thread that started them, so it stays.
         self._thread = lasting_thread(self._keep_ready, "spares", lambda: self._is_closed)
 
     def keep_loaded(self, load_s: float) -> None:
@@ -173,10 +161,11 @@ class SpareEngines:
             return len(self._ready), sum(child.num_bytes for child in self._ready)
 
     def close(self) -> None:
-        """End all. Idempotent."""
+        """End all, and what starts them. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._close_starter()
         while self._thread.is_alive():
             if (loading := self._loading) is not None:
                 loading.kill_process()

@@ -63,9 +63,16 @@ NO_OVERRIDES = Overrides()
 
 
 def run_service(
-    role: str, config_path: Path, *, service_id: str, overrides: Overrides = NO_OVERRIDES, supervised: bool
+    role: str,
+    config_path: Path,
+    *,
+    service_id: str,
+    overrides: Overrides = NO_OVERRIDES,
+    supervised: bool,
+    starter: int | None = None,
 ) -> None:
-    """Serve until a signal, or, supervised, until standard input ends. Raises UserError."""
+    """Serve until a signal, or, supervised, until standard input ends. `starter`: as of `load_parts`. Raises
+    UserError."""
     config = _overridden(load_config(config_path), overrides)
     name = service_id or f"{role}-{socket.gethostname().split('.')[0]}"
     if not is_subject_token(name):
@@ -87,7 +94,7 @@ def run_service(
             return found.identity(identity.name)
 
         access = BusAccess(config.nats.url, identity, ca, renew if identity else None)
-        start, secrets = _service(role, name, config, metrics, identity)
+        start, secrets = _service(role, name, config, metrics, identity, starter)
 
         def read_again() -> None:
             _read_again(role, config_path, overrides, secrets)
@@ -235,7 +242,9 @@ async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
     return True
 
 
-def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identity: Identity | None) -> Service:
+def _service(
+    role: str, name: str, config: MeshConfig, metrics: Metrics, identity: Identity | None, starter: int | None
+) -> Service:
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
@@ -273,7 +282,7 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
             from services.worker.service import run_worker
 
             worker_role = cast("WorkerRole", role)
-            parts = load_parts(config, worker_role, WorkerId(name))
+            parts = load_parts(config, worker_role, WorkerId(name), starter)
             return (
                 lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics),
                 parts.credentials.secrets,

@@ -51,8 +51,9 @@ from services.config import (
 )
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
+from services.engine.devices import CPU, Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.engine.memory import check_memory
+from services.engine.starter import EngineStarter
 from services.errors import BrokerRefusesError, UserError
 from services.files import cut_log, open_private, private_folder, write_private
 from services.launch.engine_choice import with_engine
@@ -186,7 +187,7 @@ class Supervisor:
         self._nats_restarts = Restarts()
         self._children: list[Child] = []
         self._restarters: list[asyncio.Task[None]] = []
-        self._time_scale = 1.0
+        self._mesh = MeshConfig()
         self._ports: list[int] = []
         self._metrics_ports: dict[str, int] = {}
         self.devices: dict[str, str] = {}
@@ -194,6 +195,7 @@ class Supervisor:
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
         self._broker_access = ""
+        self._starter: EngineStarter | None = None
 
     @property
     def keys_dir(self) -> Path:
@@ -277,7 +279,7 @@ class Supervisor:
         self._metrics_ports = _distinct_ports([name for _, name in options.services], taken={options.nats_port})
         config = self._config(self._ports[0])
         at_scale(config)  # what cannot be is refused before anything is started
-        self._time_scale = config.times.scale
+        self._mesh = config
         self._check_memory(config)
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
@@ -307,17 +309,19 @@ class Supervisor:
             await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 3) == stage))
         for child in self._children:
             await child.wait_ended()
+        if self._starter is not None:
+            self._starter.close()
         if self._nats is not None:
             await asyncio.to_thread(self._nats.stop)
         remove_stale_arenas()
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """Kill all services at once. `stop_all` then returns soon."""
         for child in self._children:
             child.kill()
 
     async def _stop(self, child: Child) -> None:
-        timeout_s = self._time_scale * (STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S)
+        timeout_s = self._mesh.times.scale * (STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S)
         if child.role in WORKER_ROLES:
             timeout_s += self._options.drain_s
         if not await child.stop(timeout_s):
@@ -481,13 +485,11 @@ class Supervisor:
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
         """Start one service. It ends by itself when its standard input, a pipe from us, is closed: when we have
         ended."""
-        command = ["-m", "services.cli.main", "serve", role, "--id", name, "--supervised"]
-        command += ["--config", str(self._run_dir / "mesh.toml"), "--metrics-port", str(self._metrics_ports[name])]
-        if name in self.devices:
-            command += ["--device", self.devices[name]]
-        if role == "gateway":
-            names = [name for role, name in self._options.services if role == "gateway"]
-            command += ["--port", str(self._ports[names.index(name)])]
+        command = ["-m", "services.cli.main", *self._arguments(role, name)]
+        passed: list[int] = []
+        if self._mesh.engine.process and self.devices.get(name) == CPU:
+            passed.append(self._engine_starter().orders)
+            command += ["--starter", str(passed[0])]
         with open_private(self.log_dir / f"{name}.log", "ab") as log:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -495,9 +497,27 @@ class Supervisor:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                pass_fds=passed,
                 env=child_environment(),
                 start_new_session=True,  # Ctrl-C reaches us alone: the order of stopping is ours
             )
+
+    def _arguments(self, role: str, name: str) -> list[str]:
+        """Return those of `kvmesh` for a service."""
+        arguments = ["serve", role, "--id", name, "--supervised", "--config", str(self._run_dir / "mesh.toml")]
+        arguments += ["--metrics-port", str(self._metrics_ports[name])]
+        if name in self.devices:
+            arguments += ["--device", self.devices[name]]
+        if role == "gateway":
+            names = [name for role, name in self._options.services if role == "gateway"]
+            arguments += ["--port", str(self._ports[names.index(name)])]
+        return arguments
+
+    def _engine_starter(self) -> EngineStarter:
+        if self._starter is None:
+            name, num_threads = self._mesh.engine.name, self._mesh.worker.num_threads
+            self._starter = EngineStarter(name, num_threads, log_path=self.log_dir / "engines.log")
+        return self._starter
 
     async def _wait_ready(self, progress: Progress | None) -> None:
         task = progress.add_task("starting", total=len(self._children)) if progress else None

@@ -25,7 +25,8 @@ from services.engine.ipc import LoadEngine
 from services.engine.loading import load_host_engine, planned_steps, read_answer_rules
 from services.engine.memory import check_memory, has_room
 from services.engine.process import EngineProcess
-from services.engine.spawn import EngineChild, SpareEngines, spawn_child
+from services.engine.spawn import EngineChild, SpareEngines
+from services.engine.starter import EngineStarter
 from services.engine.thread import EngineThread
 from services.errors import UserError
 from services.holder.core.checks import WorkerLimits
@@ -62,8 +63,9 @@ def info_of(limits: WorkerLimits, role: WorkerRole, model: str, incarnation: str
     )
 
 
-def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
-    """Load the model and map the arena. Raises UserError: no such checkpoint, no room for its KV, no such device."""
+def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId, starter: int | None = None) -> WorkerParts:
+    """Load the model and map the arena. `starter`: descriptor of the process that forks engines, if there is one.
+    Raises UserError: no such checkpoint, no room for its KV, no such device."""
     credentials = holder_credentials(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
@@ -73,7 +75,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     context_length, token_budget = checkpoint.context_length, settings.token_budget
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
-    placed = _place(config, checkpoint, shape, worker_id)
+    placed = _place(config, checkpoint, shape, worker_id, starter)
     log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
     limits = WorkerLimits(
         worker_id=worker_id,
@@ -107,7 +109,9 @@ class _Placed(NamedTuple):
     eos_token_ids: frozenset[int]
 
 
-def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape, worker_id: WorkerId) -> _Placed:
+def _place(
+    config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape, worker_id: WorkerId, starter: int | None
+) -> _Placed:
     """Return an arena and an engine on the device that is asked for. Raises UserError."""
     settings, engine = config.worker, config.engine
     if engine.name == "vllm" and is_card(settings.device):
@@ -124,7 +128,8 @@ def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape, worker
         raise UserError(str(error)) from error
     try:
         if engine.process:
-            return _in_process(checkpoint, arena, shape, config, worker_id)
+            order = LoadEngine(checkpoint, shape, arena.name, arena.nonce, settings, engine)
+            return _in_process(order, arena, config, worker_id, starter)
         steps, rules, device = load_host_engine(checkpoint, shape, arena.buffer, settings, engine)
     except BaseException:
         arena.close()
@@ -133,15 +138,19 @@ def _place(config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape, worker
 
 
 def _in_process(
-    checkpoint: Checkpoint, arena: HostArena, shape: ArenaShape, config: MeshConfig, worker_id: WorkerId
+    order: LoadEngine, arena: HostArena, config: MeshConfig, worker_id: WorkerId, inherited: int | None
 ) -> _Placed:
-    settings = config.worker
-    order = LoadEngine(checkpoint, shape, arena.name, arena.nonce, settings, config.engine)
-    spawn = partial(spawn_child, num_threads=settings.num_threads or usable_cores())
-    start_child = partial(EngineChild, order, worker_id, spawn)
-    child = start_child()
-    told = child.wait_ready()
-    spares = SpareEngines(start_child, config.engine.spares, partial(has_room, config, checkpoint))
+    num_threads = config.worker.num_threads or usable_cores()
+    starter = EngineStarter(config.engine.name, num_threads, inherited=inherited)
+    try:
+        start_child = partial(EngineChild, order, worker_id, starter.fork_engine)
+        child = start_child()
+        told = child.wait_ready()
+    except BaseException:
+        starter.close()
+        raise
+    room = partial(has_room, config, order.checkpoint)
+    spares = SpareEngines(start_child, config.engine.spares, room, starter.close)
     make_engine = partial(EngineProcess, child, spares, config.engine.step_timeout_s)
     return _Placed(arena, make_engine, told.device, frozenset(told.eos_token_ids))
 

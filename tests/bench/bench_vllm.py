@@ -55,8 +55,9 @@ from tests.bench.vllm_peers import (
     server,
     started,
 )
-from tests.bench.vllm_profile import children_of, decoded, group_pids, rows_of
+from tests.bench.vllm_profile import decoded, group_pids, rows_of
 from tests.bench.vllm_turns import TurnsPlan, measure_turns
+from tests.mesh.faults.actor import engines_of
 
 MIB = 1 << 20
 SPLIT_AIMS = {100: 1.25, 1_000: 1.10, 10_000: 1.05}
@@ -160,7 +161,8 @@ async def measure_token(sizes: Sizes, folder: Path) -> list[Row]:
     async with _worker_and_server(folder) as (ours, theirs), open_http() as http:
         clients = {name: await Client.open(http, url) for name, url in ((OURS, ours.url), (THEIRS, theirs.url))}
         services = [child.process.pid for child in ours.children]
-        pids = {OURS: [*services, *children_of(services)], THEIRS: group_pids(theirs.pid)}
+        engines = [engine for pid in services for engine in engines_of(pid)]
+        pids = {OURS: [*services, *engines], THEIRS: group_pids(theirs.pid)}
         with progress("rounds of `token`", (sizes.token_rounds + 1) * len(clients)) as on_answer:
             found = await decoded(clients, pids, sizes.token_answer, sizes.token_rounds, SHAPE["vocab"], on_answer)
     return rows_of(found)

@@ -60,12 +60,6 @@ def group_pids(leader: int) -> list[int]:
     return [pid for pid in pids if _group_of(pid) == leader]
 
 
-def children_of(pids: Sequence[int]) -> list[int]:
-    """Return the processes that these have started: workers' engines."""
-    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
 async def decoded(
     clients: Mapping[str, Client],
     pids: Mapping[str, Sequence[int]],

@@ -369,7 +369,7 @@ def kill(trial: Trial) -> None:
     """In a mesh of its own that is answering: processes are killed or replaced, the answer goes on to its end."""
     scratch, port = trial.scratch, free_port()
     up = ["kvmesh", "up", "--prefill", "2", "--decode", "2", "--kv-mib", "64", "--port", str(port)]
-    up += ["--spare-engines", "1"] if "services.engine.child" in trial.command.text else []
+    up += ["--spare-engines", "1"] if "decode-0 engine" in trial.command.text else []
     process = scratch.start([f".venv/bin/{up[0]}", *up[1:]])
     body = {"model": "demo_model", "prompt": QUESTION, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with stopped_with(process) as lines:
@@ -441,7 +441,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (rf"{NATS} micro ls", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
     (r"kill -TERM PID", drain),
     (r"kvmesh (drain decode-0|restart --rolling)", kill),
-    (r"pkill -KILL (-f 'serve decode --id decode-0'|-o -f 'services.engine.child decode-0')", kill),
+    (r"pkill -KILL (-f 'serve decode --id decode-0'|-o '\^decode-0 engine')", kill),
     (r"docker compose .*", elsewhere("needs a container engine: make compose-test", names_files)),
     (r"pip install .*", elsewhere("installs gigabytes", names_extras)),
 )

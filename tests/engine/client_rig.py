@@ -59,7 +59,7 @@ class Rig:
             self.child.wait_ready()
             self.started = [self.child]
             self.has_room = True
-            self.spares = SpareEngines(self.next_child, num_spares, lambda: self.has_room)
+            self.spares = SpareEngines(self.next_child, num_spares, lambda: self.has_room, lambda: None)
             self.engine: EngineClient = EngineProcess(self.child, self.spares, step_timeout_s, callbacks)
             return
         self.gate, self.in_step = threading.Event(), threading.Event()

@@ -41,6 +41,12 @@ def order_of(shape: ArenaShape, arena: str, nonce: str, *, token_budget: int = 1
     return LoadEngine(checkpoint, shape, arena, nonce, WorkerConfig(token_budget=token_budget), EngineConfig())
 
 
+class Started(subprocess.Popen[bytes]):
+    """As `ForkedEngine`."""
+
+    def wait_forked(self, timeout_s: float) -> None: ...
+
+
 class Control:
     """The test's hand on the steps of one process. `gate` and `in_step` are as `threading.Event`."""
 
@@ -51,11 +57,10 @@ class Control:
         self._ours, self._theirs = socket.socketpair()
         self.gate = self.in_step = self
 
-    def spawn(self, name: str, fds: tuple[int, int, int]) -> "subprocess.Popen[bytes]":
+    def spawn(self, name: str, fds: tuple[int, int, int]) -> Any:
         passed = (*fds, self._memory, self._theirs.fileno())
-        numbers = (*fds, os.getpid(), *passed[3:])
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.fake_child", name, *map(str, numbers)],
+        return Started(
+            [sys.executable, "-m", "tests.engine.fake_child", name, *map(str, passed)],
             stdin=subprocess.DEVNULL, pass_fds=passed, cwd=Path(__file__).parents[2],
         )  # fmt: skip
 
@@ -126,7 +131,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 if __name__ == "__main__":
-    channel, table, bell, parent, page, control = map(int, sys.argv[2:])
+    channel, table, bell, page, control = map(int, sys.argv[2:])
     child.load_host_engine = _Held(page, control, channel).load
-    code = child.main(sys.argv[1], channel, table, bell, parent)
+    code = child.main(sys.argv[1], channel, table, bell)
     os._exit(code)

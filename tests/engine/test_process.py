@@ -25,7 +25,8 @@ from services.engine.client import EngineStoppedError
 from services.engine.interface import GrammarError
 from services.engine.ipc import Channel, IpcError, LoadEngine, ToProcess
 from services.engine.messages import EngineMessage, StartGrammar, StopEngine, SubmitSequence
-from services.engine.spawn import KEEPS_MEMORY, EngineChild, ending, spawn_child
+from services.engine.spawn import EngineChild, ending
+from services.engine.starter import KEEPS_MEMORY
 from services.errors import UserError
 from tests.engine import fake_child
 from tests.engine.client_rig import LAYOUT, NUM_BLOCKS, TIMEOUT, Rig
@@ -328,18 +329,6 @@ def test_it_ends_with_its_worker() -> None:
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_until(lambda: not _is_running(pid))
-
-
-def test_it_takes_nothing_of_its_worker_s_share_of_the_processors() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        number = theirs.fileno()
-        process = spawn_child("decode-0", (number, number, number), num_threads=1)
-        try:
-            assert os.getsid(process.pid) == process.pid != os.getsid(0)
-        finally:
-            process.kill()
-            process.wait()
 
 
 def _is_running(pid: int) -> bool:

@@ -21,15 +21,8 @@ class ForkedSupervisor(Supervisor):
         self._zygote = zygote
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
-        arguments = ["serve", role, "--id", name, "--supervised", "--config", str(self._run_dir / "mesh.toml")]
-        arguments += ["--metrics-port", str(self._metrics_ports[name])]
-        if name in self.devices:
-            arguments += ["--device", self.devices[name]]
-        if role == "gateway":
-            names = [name for role, name in self._options.services if role == "gateway"]
-            arguments += ["--port", str(self._ports[names.index(name)])]
         with open_private(self.log_dir / f"{name}.log", "ab") as log:
-            process = await self._zygote.spawn(arguments, log.fileno())
+            process = await self._zygote.spawn(self._arguments(role, name), log.fileno())
         return cast("asyncio.subprocess.Process", process)
 
 

@@ -20,18 +20,15 @@ import sys
 from typing import Any
 
 from services.cli.app import run
-from services.engine import child, process
-from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.vllm_engine.loading import ENVIRONMENT
+from services.engine import process
+from services.engine.starter import EngineStarter
 from services.restarts import FIRST_WAIT_S, Restarts
-from services.worker import parts
 
 MODULES = (
     "services.bus.nats",
     "services.launch.serve",
     "services.directory.service",
     "services.engine.loading",
-    "services.engine.torch_engine.model",
     "services.gateway.service",
     "services.scheduler.service",
     "services.store.service",
@@ -39,8 +36,7 @@ MODULES = (
     "services.worker.service",
 )
 """What a service imports as it starts."""
-VLLM_MODULES = ("services.engine.vllm_engine.connector", "services.engine.vllm_engine.sampling")
-"""The same of a worker on vLLM, where that is installed."""
+WORKER_ROLES = {"prefill", "decode", "aggregated"}
 MAX_MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
@@ -143,7 +139,9 @@ class Zygote:
 
 def serve(orders: socket.socket) -> None:
     """Fork for every order, and tell of every end; return when nobody orders any more."""
-    _import_everything()
+    starter = EngineStarter("vllm" if importlib.util.find_spec("vllm") else "transformers", num_threads=1)
+    for name in MODULES:
+        importlib.import_module(name)
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -157,12 +155,16 @@ def serve(orders: socket.socket) -> None:
         if orders in readable:
             data, fds, _, _ = socket.recv_fds(orders, MAX_MESSAGE_BYTES, 3)
             if not data:
+                starter.close()
                 return
+            arguments = json.loads(data)
+            if WORKER_ROLES & set(arguments):
+                arguments += ["--starter", str(starter.orders)]
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _become_service(json.loads(data), fds, (orders.fileno(), wakeup_read, wakeup_write))
+                _become_service(arguments, fds, (orders.fileno(), wakeup_read, wakeup_write))
             for fd in fds:
                 os.close(fd)
             orders.send(json.dumps({"forked": pid}).encode())
@@ -185,7 +187,6 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
         os.close(fd)
-    parts.spawn_child = _fork_engine  # type: ignore[assignment]
     process.Restarts = QuickRestarts
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     sys.argv = ["kvmesh", *arguments]
@@ -208,59 +209,6 @@ class QuickRestarts(Restarts):
     def ended(self, started_s: float, now_s: float) -> float:
         self.num_restarts += 1
         return FIRST_WAIT_S
-
-
-class ForkedEngine:
-    """A forked engine, with what a worker uses of `subprocess.Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def kill(self) -> None:
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def poll(self) -> int | None:
-        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self._code = os.waitstatus_to_exitcode(ended[1])
-        return self._code
-
-    def wait(self) -> int:
-        if self._code is None:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._code
-
-
-def _fork_engine(name: str, fds: tuple[int, int, int], *, num_threads: int) -> ForkedEngine:
-    """Start the engine's process as `spawn_child` does, without what its imports would take."""
-    worker = os.getpid()
-    if (pid := os.fork()) == 0:
-        signal.set_wakeup_fd(-1)
-        os.dup2(2, 1)
-        before = 3
-        for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
-            os.closerange(before, fd)
-            before = fd + 1
-        code = 1
-        try:
-            code = child.main(name, *fds, worker)
-        except BaseException as error:  # noqa: BLE001 -- as the interpreter would
-            sys.excepthook(type(error), error, error.__traceback__)
-        finally:
-            os._exit(code)
-    return ForkedEngine(pid)
-
-
-def _import_everything() -> None:
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    os.environ.update(ENVIRONMENT if has_vllm else {})  # vLLM reads it when it is imported
-    for name in (*MODULES, *(VLLM_MODULES if has_vllm else ())):
-        importlib.import_module(name)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(DEMO_MODEL_DIR)
-    AutoModelForCausalLM._model_mapping[type(config)]  # its class is imported on demand
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ def load_vllm(
     """
     check_args(args)
     version = installed_version()
-    set_environment(ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)})
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
+    set_environment({"OMP_NUM_THREADS": str(num_threads)})
+    import_vllm()
+    from vllm import EngineArgs, LLMEngine  # noqa: PLC0415
 
     _check_format(cpu_format(version, _packing(shape.layout), shape.layout.dtype, args), kv_format)
     ours = _engine_args(checkpoint, shape, token_budget, kv_bytes)
@@ -93,6 +93,13 @@ def load_vllm(
         ) from error
     link.use(shape, arena)
     return LoadedVllm(steps, f"cpu, vLLM {version}")
+
+
+def import_vllm() -> None:
+    """Import vLLM as it is to run here, which takes seconds. Raises ImportError."""
+    set_environment(ENVIRONMENT)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    import vllm.v1.worker.cpu_worker  # noqa: F401, PLC0415
 
 
 class InProcess:
