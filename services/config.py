@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,7 +16,8 @@ from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
 from services.files import write_private
 from services.presence import OVERDUE_PINGS
-from services.times import Times, TimeScale, scaled
+from services.settings import Flag, Variable, changed, settings_of
+from services.times import Times, scaled
 
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
@@ -28,6 +29,12 @@ Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+MIB = 1 << 20
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+SampleRatio = Annotated[float, msgspec.Meta(ge=0, le=1)]
+BLOCK_SIZES: dict[EngineName, int] = {"transformers": 16, "vllm": 32}
+"""Tokens of a block, where nobody has said how many."""
 
 TRACES_PATH = "/v1/traces"
 OTLP_TIMEOUT_S = 5.0
@@ -60,37 +67,70 @@ def _toml_value(value: object) -> str:
     return text
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a list with commas between."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path else ""
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except msgspec.DecodeError as error:
+        raise ValueError(f'it is a JSON object, like \'{{"quantization": "awq"}}\': {error}') from error
+
+
+def _read_tenants(path: str) -> dict[str, str]:
+    if not path:
+        return {}
+    try:
+        keys = msgspec.toml.decode(Path(path).read_bytes(), type=dict[str, str])
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f'{path} must be lines of KEY = "TENANT": {error}') from error
+    if not keys:
+        raise ValueError(f"{path} has no keys")
+    return keys
+
+
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    url: str = "nats://127.0.0.1:4222"
+    url: Annotated[str, Variable("KVMESH_NATS_URL")] = "nats://127.0.0.1:4222"
     keys: str = "keys"
     """Folder of the roles' keys (`kvmesh bus-config`); a relative one lies beside this file."""
-    open: bool = False
-    """The broker lets anybody in, and no keys are used: whoever reaches its port is trusted with everything."""
+    open: Annotated[
+        bool, Flag("--open-bus", "Take a server that lets anybody in: whoever reaches it owns the mesh.")
+    ] = False
+    """The broker lets anybody in, and no keys are used."""
     connect_timeout_s: Wait = 5.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`path`: a checkpoint folder or a hub id; empty is the demo checkpoint. `name`: what clients call it.
+    """`path`: empty is the demo checkpoint. `name`: what clients call it.
 
     `dtype`: of weights and KV, and part of the KV's identity: gateway, store and workers must agree on it, so it
     follows from this file and never from the machine. "checkpoint": what the files have. "auto": that where
     `worker.device` names a card, else float32.
     """
 
-    path: str = ""
+    path: Annotated[str, Flag("--model", "Checkpoint folder or hub id; the demo model if left out.")] = ""
     name: str = ""
-    dtype: Dtype = "auto"
+    dtype: Annotated[Dtype, Flag("--dtype", "Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: Annotated[str, Flag("--host", "Address to serve HTTP on; others reach all but loopback.")] = "127.0.0.1"
+    port: Annotated[Port, Flag("--port", "HTTP port; 0 finds one.")] = 8000
     request_timeout_s: float = 600.0
     """A request's deadline, from its arrival to its last token."""
     accept_timeout_s: Wait = 2.0
     """How long a worker may take to say that it has taken a request; after it the worker is asked what it knows."""
-    split: SplitMode = "auto"
-    """always: a request whose prompt is not computed on one worker and its answer on another fails, with the reason."""
+    split: Annotated[
+        SplitMode, Flag("--split", "always: what is not served by a prefill and a decode worker fails, and says why.")
+    ] = "auto"
     max_attempts: int = 5
     """Attempts in a row that give the client nothing. Where one worker died and the machine stalls, two or three others
     may look dead for a moment."""
@@ -104,19 +144,31 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A worker that has said nothing of a request for this long is asked what it has come to."""
     worker_silent_ms: WaitMs = 3_000
     """A worker that does not answer that for this long is taken for lost."""
-    tenants: dict[str, str] = {}
+    tenants: Annotated[
+        dict[str, str],
+        Flag("--tenants", 'TOML file with a line KEY = "TENANT" for each API key.', parse=_read_tenants, shown=""),
+    ] = {}
     """API key to tenant. Empty: no key is asked for, and everybody is one tenant."""
-    no_auth: bool = False
-    """Ask nobody for a key though `host` lets others in."""
-    hosts: tuple[str, ...] = ()
-    """What clients may call this gateway, beside the loopback's names and the addresses that it listens on."""
-    cors_origins: tuple[str, ...] = ()
-    """Sites whose pages may ask here from a browser, like https://chat.example.org; "*" is every site."""
-    tls_cert: str = ""
-    """A PEM file with the certificate to serve https with, its chain behind it; empty: http."""
-    tls_key: str = ""
-    """The certificate's private key, a PEM file without a password."""
-    max_connections: int = 1_024
+    no_auth: Annotated[bool, Flag("--no-auth", "Ask nobody for a key, whoever reaches --host.")] = False
+    hosts: Annotated[
+        tuple[str, ...], Flag("--hosts", "Names by which clients call it, with commas between.", parse=parse_list)
+    ] = ()
+    """Beside the loopback's names and the addresses that it listens on."""
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--cors-origins",
+            "Sites whose pages may ask from a browser, https://… with commas between.",
+            parse=parse_list,
+        ),
+    ] = ()
+    """ "*" is every site."""
+    tls_cert: Annotated[
+        str, Flag("--tls-cert", "Serve https with the certificate of this PEM file.", parse=_absolute)
+    ] = ""
+    """Its chain behind it; empty: http."""
+    tls_key: Annotated[str, Flag("--tls-key", "Its private key, a PEM file without a password.", parse=_absolute)] = ""
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 1_024
     """So many clients may be connected, where the process may have as many descriptors (`ulimit -n`)."""
 
     def __post_init__(self) -> None:
@@ -129,8 +181,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"cors_origins are like https://chat.example.org, without a path, not {origin!r}")
-        if self.max_connections < 1:
-            raise ValueError(f"max_connections is 1 or more, not {self.max_connections}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key go together: https needs both")
         if self.no_auth and self.tenants:
@@ -143,9 +193,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: str = "cost"
-    pull_tokens_min: int = 64
-    """Fewer tokens than this are computed rather than read from another worker."""
+    policy: Annotated[
+        str, Flag("--policy", "Placement: cost, least_loaded, round_robin, affinity, or package.module:name.")
+    ] = "cost"
+    pull_tokens_min: Annotated[
+        int, msgspec.Meta(ge=0), Flag("--pull-tokens-min", "Fewer tokens than this are computed, not read.")
+    ] = 64
     unsplit_tokens_max: int = 512
     """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may serve it alone."""
     silent_after_ms: WaitMs = 3_000
@@ -158,49 +211,61 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A request that would wait longer is refused, where rates are measured."""
     max_queued_requests: int = 256
     """The same while they are not: the most requests that may wait on every worker."""
-    replicate: bool = False
-    """Offer the blocks that decoding completes to a store or another worker, so that they outlive their worker."""
+    replicate: Annotated[
+        bool, Flag("--replicate/--no-replicate", "Copy the KV of answers elsewhere, so that it outlives its worker.")
+    ] = False
     twins: bool = True
     """Place a prompt where another one that begins alike is being computed, or have it read from there."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    block_size: int = 16
-    kv_bytes: int = 512 * 1024 * 1024
-    """Size of one worker's arena. Pages are touched only as blocks are used."""
-    token_budget: int = 512
-    """Most tokens of one engine step; a longer prompt is computed in chunks of this size."""
+    block_size: Annotated[
+        int, msgspec.Meta(ge=0, le=1024), Flag("--block-size", "Tokens of a block; 0: 16, with vLLM 32.")
+    ] = 0
+    kv_bytes: Annotated[int, msgspec.Meta(ge=1), Flag("--kv-mib", "KV memory of one worker, in MiB.", unit=MIB)] = (
+        512 * MIB
+    )
+    """Size of its arena. Pages are touched only as blocks are used."""
+    token_budget: Annotated[int, msgspec.Meta(ge=16), Flag("--token-budget", "Most tokens of one engine step.")] = 512
+    """A longer prompt is computed in chunks of this size."""
     max_queued: int = 1_024
     """Requests that may wait for blocks on one worker; one more is refused."""
-    num_threads: int = 0
-    """Threads of one worker's tensor operations; 0: one for each core that the process may use; `kvmesh up` shares
-    those out over its workers."""
-    device: str = "auto"
+    num_threads: Annotated[
+        int, msgspec.Meta(ge=0), Flag("--threads", "Threads of one worker; 0 shares the cores out.")
+    ] = 0
+    """Of its tensor operations. A worker that is served alone has for 0 all the cores that the process may use."""
+    device: Annotated[str, Variable("KVMESH_DEVICE")] = "auto"
     """Where the model runs and its KV lies: cpu, cuda (the first card), cuda:N, or auto (a card if there is one)."""
-    carrier: Carrier = "auto"
+    carrier: Annotated[Carrier, Flag("--carrier", "How KV crosses.")] = "auto"
     plane_host: str = "127.0.0.1"
     """Where the data plane listens."""
-    plane_encryption: PlaneEncryption = "auto"
-    """Whether KV that crosses `tcp` is encrypted; auto: to any address but loopback."""
+    plane_encryption: Annotated[
+        PlaneEncryption, Flag("--plane-encryption", "Encrypt KV that crosses tcp; auto: to any address but loopback.")
+    ] = "auto"
     advertise_host: str = ""
     """What readers are told to connect to; empty: `plane_host`."""
     lease_ms: WaitMs = 30_000
     digests: bool = True
-    prefix_cache: bool = True
-    """Keep full blocks after their request, and serve later prompts from them."""
+    prefix_cache: Annotated[
+        bool, Flag("--prefix-cache/--no-prefix-cache", "Keep the KV of earlier requests and serve from it.")
+    ] = True
     twins: bool = True
     """Wait for blocks that another request of the same prompt fills, in place of filling them as well."""
-    drain_s: float = 30.0
-    """How long a worker that is to stop may take to finish what runs; what is left then goes on elsewhere."""
-    leave_bytes: int = 512 * 1024 * 1024
+    drain_s: Annotated[float, msgspec.Meta(ge=0), Flag("--drain-s", "How long a worker may take to leave at most.")] = (
+        30.0
+    )
+    """To finish what runs; what is left then goes on elsewhere."""
+    leave_bytes: int = 512 * MIB
     """A worker that leaves offers so much of what it keeps to a store or its peers, first what the directory was asked
     for most, then what was used last; 0: nothing."""
     leave_s: float = 10.0
     """How long it waits at most until they have read it."""
     fence_after_ms: WaitMs = 2_500
     """A worker whose clock stood still for this long takes itself for lost, before anybody else does."""
-    wire_dtype: WireDtype = "same"
-    """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is quicker."""
+    wire_dtype: Annotated[
+        WireDtype,
+        Flag("--wire-dtype", "How KV is read over tcp: as it is, compressed, or (auto) where that is quicker."),
+    ] = "same"
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -209,32 +274,38 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What computes on the workers. `kv_format`, `kv_bytes` and `args` are vLLM's."""
 
-    name: EngineName = "transformers"
+    name: Annotated[EngineName, Flag("--engine", "What computes: transformers with our attention, or vLLM.")] = (
+        "transformers"
+    )
     process: bool = True
     """In a process of its own beside each worker, or else on a thread in it. On a card it is on a thread."""
-    step_timeout_s: float = 300.0
-    """A process that has something to compute and ends no step for so long hangs: it is killed, and another started.
-    As long as vLLM waits for its own workers."""
-    spares: int = 0
-    """Further processes of each worker, loaded and idle: one of them takes over where the engine dies."""
+    step_timeout_s: Annotated[
+        float,
+        msgspec.Meta(ge=0.1),
+        Flag("--step-timeout-s", "An engine whose step takes longer hangs, and is started again."),
+    ] = 300.0
+    """As long as vLLM waits for its own workers."""
+    spares: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Flag("--spare-engines", "Idle engines of each worker, loaded: one takes over where an engine dies."),
+    ] = 0
     kv_format: str = ""
     """What the bytes of its KV mean, which no other format is mixed with; `kvmesh up` fills it in."""
-    kv_bytes: int = 0
-    """Size of the engine's own KV, beside the worker's arena; 0: as large as that."""
-    args: dict[str, Any] = {}
-    """Further arguments of the engine."""
+    kv_bytes: Annotated[
+        int, msgspec.Meta(ge=0), Flag("--engine-kv-mib", "vLLM's own KV memory, in MiB; 0: as --kv-mib.", unit=MIB)
+    ] = 0
+    """Beside the worker's arena."""
+    args: Annotated[
+        dict[str, Any],
+        Flag("--engine-args", "Further arguments of vLLM's engine, as a JSON object.", parse=_json_object, shown=""),
+    ] = {}
 
     def __post_init__(self) -> None:
-        if self.name == "vllm" and not self.kv_format:
-            raise ValueError('engine.name = "vllm" needs an engine.kv_format: `kvmesh up` fills it in')
         if self.name == "transformers" and (self.kv_format or self.kv_bytes or self.args):
-            raise ValueError('engine.name = "transformers" takes no kv_format, kv_bytes or args: leave them out')
-        if self.kv_bytes < 0:
-            raise ValueError(f"engine.kv_bytes are 0 or more, not {self.kv_bytes}")
-        if self.spares < 0 or (self.spares and not self.process):
-            raise ValueError("engine.spares are 0 or more, and need engine.process = true")
-        if not self.step_timeout_s > 0:
-            raise ValueError(f"engine.step_timeout_s is more than 0, not {self.step_timeout_s:g}")
+            raise ValueError('engine.kv_format, kv_bytes and args are for engine.name = "vllm": leave them out')
+        if self.spares and not self.process:
+            raise ValueError("engine.spares need engine.process = true")
         try:
             _toml_value(self.args)
         except ValueError as error:
@@ -245,11 +316,13 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The KV store. `url`: empty for host memory alone, `disk`, `redis://host:port/0` or `valkey://…`."""
 
     url: str = ""
-    path: str = ""
-    """Folder of the disk tier; empty: `store` in the state folder."""
-    memory_bytes: int = 512 * 1024 * 1024
-    max_bytes: int = 4 * 1024 * 1024 * 1024
-    """Bound of the tier behind memory."""
+    path: Annotated[
+        str, Flag("--store-dir", "Folder of `--store disk`; .kvmesh/store if left out.", parse=_absolute)
+    ] = ""
+    memory_bytes: int = 512 * MIB
+    max_bytes: Annotated[
+        int, msgspec.Meta(ge=1), Flag("--store-mib", "Bound of the store's tier behind memory, in MiB.", unit=MIB)
+    ] = 4096 * MIB
     timeout_ms: WaitMs = 1_000
     """How long a reader may be kept waiting for the tier behind memory; what is not there by then is a miss."""
     ttl_s: int = 7 * 24 * 3600
@@ -259,25 +332,23 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Spans go to files in `trace_dir`, to `otlp_endpoint`, or to both."""
 
-    otlp_endpoint: str = ""
+    otlp_endpoint: Annotated[str, Flag("--otlp", "OTLP/HTTP endpoint for traces; they go to files too.")] = ""
     trace_dir: str = ""
-    trace_mib: int = 64
+    trace_mib: Annotated[int, msgspec.Meta(ge=1)] = 64
     """What one service's span files may take, in MiB; the oldest go first."""
-    metrics_port: int = -1
+    metrics_port: Annotated[int, msgspec.Meta(ge=-1, le=65_535), Variable("KVMESH_METRICS_PORT")] = -1
     """Where every service serves its metrics; 0 finds a port, -1: nowhere."""
     metrics_host: str = "127.0.0.1"
-    sample_ratio: float = 1.0
-    """This share of the traces that begin here is sampled; a client's traceparent decides for itself."""
+    sample_ratio: Annotated[
+        SampleRatio,
+        Flag("--sample-ratio", "Share of traces that is kept; what fails or is slow always is."),
+        Variable("KVMESH_SAMPLE_RATIO"),
+    ] = 1.0
+    """Of those that begin here; a client's traceparent decides for itself."""
     slow_ttft_ms: int = 5_000
     """A request whose first token took longer is kept, sampled or not; so is one that failed or was resumed."""
     slow_request_ms: int = 60_000
     """The same of its whole answer."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.sample_ratio <= 1.0:
-            raise ValueError(f"sample_ratio is a share between 0 and 1, not {self.sample_ratio:g}")
-        if self.trace_mib < 1:
-            raise ValueError(f"trace_mib is 1 or more, not {self.trace_mib}; without a trace_dir there are no files")
 
 
 class Time(NamedTuple):
@@ -348,11 +419,16 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         for relation in relations_of(self):
             relation.check_order()
-        if self.engine.kv_format and self.worker.wire_dtype != "same":
+        if self.engine.name == "vllm" and self.worker.wire_dtype != "same":
             raise ValueError(
                 f'worker.wire_dtype = "{self.worker.wire_dtype}" compresses token by token, and KV of engine.name = '
                 f'"{self.engine.name}" has only whole blocks: set worker.wire_dtype = "same"'
             )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.worker.block_size or BLOCK_SIZES[self.engine.name]
 
 
 def relations_of(config: MeshConfig) -> list[Relation]:
@@ -399,17 +475,12 @@ def relations_of(config: MeshConfig) -> list[Relation]:
     ]
 
 
-def parse_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a list with commas between."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Return the devices of a list with commas between. Raises UserError."""
+    """Return the devices of a list with commas between. Raises ValueError."""
     try:
         return tuple(check_device(part.strip()) for part in text.split(","))
     except ValueError as error:
-        raise UserError(f"--device {text!r}: {error}; one for all workers, or one each: cuda:0,cuda:1") from error
+        raise ValueError(f"{error}; one for all workers, or one each: cuda:0,cuda:1") from error
 
 
 def dtype_of(config: MeshConfig, checkpoint_dtype: str) -> str:
@@ -427,11 +498,9 @@ def with_device(config: MeshConfig, device: str) -> MeshConfig:
     Raises UserError for what is no device.
     """
     try:
-        worker = msgspec.structs.replace(config.worker, device=check_device(device))
+        return changed(config, {"worker.device": device, "model.dtype": _settled_dtype(config)})
     except ValueError as error:
         raise UserError(f"--device: {error}") from error
-    model = msgspec.structs.replace(config.model, dtype=_settled_dtype(config))
-    return msgspec.structs.replace(config, model=model, worker=worker)
 
 
 def _settled_dtype(config: MeshConfig) -> Dtype:
@@ -453,8 +522,8 @@ def load_config(path: Path) -> MeshConfig:
         raise UserError(f"cannot read {path}: {error.strerror}; pass --config with a mesh.toml") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no valid mesh configuration: {error}") from error
-    if device := environment_device():
-        config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device=device))
+    if config.engine.name == "vllm" and not config.engine.kv_format:
+        raise UserError(f'{path}: engine.name = "vllm" needs an engine.kv_format: `kvmesh up` fills it in')
     return at_scale(apply_environment(config))
 
 
@@ -468,30 +537,23 @@ def at_scale(config: MeshConfig) -> MeshConfig:
 
 
 def apply_environment(config: MeshConfig) -> MeshConfig:
-    """Return the configuration with KVMESH_NATS_URL, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO, KVMESH_TIME_SCALE and
-    OpenTelemetry's variables of exporters and samplers laid over it. Raises UserError."""
-    nats, telemetry = config.nats, config.telemetry
-    if url := os.environ.get("KVMESH_NATS_URL"):
-        nats = msgspec.structs.replace(nats, url=url)
-    if (endpoint := _otlp_variable("ENDPOINT")) and not telemetry.otlp_endpoint:
-        telemetry = msgspec.structs.replace(telemetry, otlp_endpoint=endpoint)
-    otlp_target(telemetry)
-    if port := os.environ.get("KVMESH_METRICS_PORT"):
-        if not port.isdecimal():
-            raise UserError(f"KVMESH_METRICS_PORT must be a port, not {port!r}")
-        telemetry = msgspec.structs.replace(telemetry, metrics_port=int(port))
-    if ratio := os.environ.get("KVMESH_SAMPLE_RATIO") or _otel_ratio():
+    """Return the configuration with the variables laid over it that its fields declare, and OpenTelemetry's variables
+    of exporters and samplers. Raises UserError."""
+    texts = {s.variable: (s, text) for s in settings_of(config) if (text := os.environ.get(s.variable, ""))}
+    for variable, (setting, text) in texts.items():
         try:
-            telemetry = msgspec.structs.replace(telemetry, sample_ratio=float(ratio))
-        except ValueError as error:
-            raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
-    times = config.times
-    if scale := os.environ.get("KVMESH_TIME_SCALE"):
+            config = changed(config, {setting.path: msgspec.convert(text, setting.type, strict=False)})
+        except (ValueError, msgspec.ValidationError) as error:
+            raise UserError(f"{variable} = {text!r}: {error}") from error
+    if (endpoint := _otlp_variable("ENDPOINT")) and not config.telemetry.otlp_endpoint:
+        config = changed(config, {"telemetry.otlp_endpoint": endpoint})
+    otlp_target(config.telemetry)
+    if (ratio := _otel_ratio()) and "KVMESH_SAMPLE_RATIO" not in texts:
         try:
-            times = msgspec.structs.replace(times, scale=msgspec.convert(scale, TimeScale, strict=False))
+            config = changed(config, {"telemetry.sample_ratio": msgspec.convert(ratio, SampleRatio, strict=False)})
         except msgspec.ValidationError as error:
-            raise UserError(f"KVMESH_TIME_SCALE: {scale!r} is no number from 0.1 to 100") from error
-    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, times=times)
+            raise UserError(f"OTEL_TRACES_SAMPLER_ARG = {ratio!r}: {error}") from error
+    return config
 
 
 class OtlpTarget(NamedTuple):
@@ -540,16 +602,18 @@ def check_endpoint(url: str) -> None:
         raise UserError(f"--otlp or OTEL_EXPORTER_OTLP_ENDPOINT: {url!r} is no address like http://127.0.0.1:4318")
 
 
-def environment_device() -> str:
-    """Return KVMESH_DEVICE, which stands for `worker.device` of the file; empty where it is not set.
-
-    Raises UserError.
-    """
-    device = os.environ.get("KVMESH_DEVICE", "")
+def environment_devices() -> tuple[str, ...]:
+    """Return KVMESH_DEVICE, which stands for `--device`; empty where it is not set. Raises UserError."""
+    text = os.environ.get("KVMESH_DEVICE", "")
     try:
-        return check_device(device) if device else ""
+        return parse_devices(text) if text else ()
     except ValueError as error:
-        raise UserError(f"KVMESH_DEVICE: {error}") from error
+        raise UserError(f"KVMESH_DEVICE = {text!r}: {error}") from error
+
+
+def environment_broker() -> str:
+    """Return KVMESH_NATS_URL, which stands for `--nats`; empty where it is not set."""
+    return os.environ.get("KVMESH_NATS_URL", "")
 
 
 def _otel_ratio() -> str:
@@ -620,5 +684,5 @@ def takes_readable_keys() -> bool:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for the processes that `kvmesh up` starts: it has decided on their devices."""
-    return {name: value for name, value in os.environ.items() if name != "KVMESH_DEVICE"}
+    """Return the environment for the processes that `kvmesh up` starts: it has decided on their devices and broker."""
+    return {name: value for name, value in os.environ.items() if name not in ("KVMESH_DEVICE", "KVMESH_NATS_URL")}

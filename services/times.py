@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar, get_type_hints
 import msgspec
 
 from dataplane.times import SCALES, Pace, PaceMs, PlaneTimes, Wait, WaitMs
+from services.settings import Variable
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 TimeScale = Annotated[float, msgspec.Meta(ge=0.1, le=100)]
@@ -271,7 +272,7 @@ class TelemetryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """All of them. `scale`: what `scaled` multiplies every wait by when a configuration is read."""
 
-    scale: TimeScale = 1.0
+    scale: Annotated[TimeScale, Variable("KVMESH_TIME_SCALE")] = 1.0
     presence: PresenceTimes = PresenceTimes()
     bus: BusTimes = BusTimes()
     gateway: GatewayTimes = GatewayTimes()

@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx
@@ -28,7 +28,9 @@ from services.bench.drive.workload import random_tokens
 from services.bench.limits import BURST_SETTLE_S, REQUEST_TIMEOUT_S
 from services.errors import UserError
 from services.launch.known_workers import describe_fleet
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
+from services.settings import changed
 
 BEFORE, AFTER = "without", "with twins"
 MAX_CLIENTS = 256
@@ -77,7 +79,7 @@ class BurstReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[BurstRow, ...]
 
 
-def run_burst(plan: BurstPlan, options: UpOptions, *, as_json: bool) -> None:
+def run_burst(plan: BurstPlan, options: Launch, *, as_json: bool) -> None:
     """Measure and print. Raises UserError."""
     clients = parse_lengths(plan.clients, "--clients", MAX_CLIENTS)
     choices = parse_lengths(plan.choices, "--n", MAX_CHOICES)
@@ -88,12 +90,13 @@ def run_burst(plan: BurstPlan, options: UpOptions, *, as_json: bool) -> None:
         _print(report)
 
 
-def _modes(options: UpOptions) -> dict[str, UpOptions]:
-    patient = replace(options, max_queue_ms=round(REQUEST_TIMEOUT_S * 1e3))  # nobody is to be refused for the queue
-    return {BEFORE: replace(patient, twins=False), AFTER: patient}
+def _modes(options: Launch) -> dict[str, Launch]:
+    # Nobody is to be refused for the queue.
+    patient = changed(options, {"config.scheduler.max_queue_ms": round(REQUEST_TIMEOUT_S * 1e3)})
+    return {BEFORE: changed(patient, {"config.scheduler.twins": False, "config.worker.twins": False}), AFTER: patient}
 
 
-async def _measure(plan: BurstPlan, options: UpOptions, clients: list[int], choices: list[int]) -> BurstReport:
+async def _measure(plan: BurstPlan, options: Launch, clients: list[int], choices: list[int]) -> BurstReport:
     rng = random.Random(20261124)
     rows: list[BurstRow] = []
     console = Console(stderr=True)
@@ -123,7 +126,7 @@ async def _measure(plan: BurstPlan, options: UpOptions, clients: list[int], choi
                         row = _row(name, num_clients, num_choices, seen[name], plan.num_prompt_tokens, distinct_bytes)
                         rows.append(row)
     return BurstReport(
-        model=options.model or "random",
+        model=options.config.model.path or "random",
         num_prompt_tokens=plan.num_prompt_tokens,
         num_rounds=plan.num_rounds,
         num_prefill=options.num_prefill,

@@ -31,7 +31,7 @@ from services.bench.drive.sources import SourceShares, shares_of
 from services.bench.drive.stats import percentile, ratio, rounded
 from services.bench.drive.workload import random_tokens
 from services.errors import UserError
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 
 MESSAGE_TOKENS = (64, 128)
 WARM_UP_HISTORY = 512
@@ -126,7 +126,7 @@ class MultiturnReport(msgspec.Struct, frozen=True, kw_only=True):
     restart: RestartReport | None = None
 
 
-def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Path | None, as_json: bool) -> None:
+def run_multiturn(plan: MultiturnPlan, options: Launch, *, url: str, plot: Path | None, as_json: bool) -> None:
     """Measure, print, and plot. Raises UserError for invalid options."""
     check_plot_file(plot)
     if plan.restart and (url or plan.num_turns < 2):
@@ -254,8 +254,9 @@ async def converse(
     return completions
 
 
-async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> MultiturnReport:
-    histories = parse_lengths(plan.history, "--history", SHAPE["context_length"] if not options.model else sys.maxsize)
+async def _run(plan: MultiturnPlan, options: Launch, url: str) -> MultiturnReport:
+    longest = sys.maxsize if options.config.model.path else SHAPE["context_length"]
+    histories = parse_lengths(plan.history, "--history", longest)
     output = parse_range(plan.output, "--output")
     async with serving(reuse_modes, options, url) as served:
         num_restarts = {mode: Counter[str]() for mode in served.clients}

@@ -32,7 +32,7 @@ from services.bench.drive.workload import (
     scale_trace,
 )
 from services.errors import UserError
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 
 BLOCK_SIZE = 16
 """The mesh's block size in tokens: caches share full blocks."""
@@ -91,7 +91,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     sent_late_p99_ms: float | None
 
 
-def run_replay(plan: ReplayPlan, options: UpOptions, *, url: str, as_json: bool) -> None:
+def run_replay(plan: ReplayPlan, options: Launch, *, url: str, as_json: bool) -> None:
     """Replay and print. Raises UserError for a bad trace, before a mesh is started."""
     if plan.path is None:
         name, trace = "made up", make_trace(GENERATED_CONVERSATIONS, seed=SEED)
@@ -159,7 +159,7 @@ def report_of(
     )
 
 
-async def _run(plan: ReplayPlan, options: UpOptions, url: str, trace: list[TraceRequest], name: str) -> ReplayReport:
+async def _run(plan: ReplayPlan, options: Launch, url: str, trace: list[TraceRequest], name: str) -> ReplayReport:
     async with serving(lambda given: {"replay": given}, options, url) as served:
         client = next(iter(served.clients.values()))
         requests = scale_trace(trace, scale=plan.scale, speed=plan.speed, context_length=served.context_length)

@@ -5,7 +5,7 @@ import importlib.metadata
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -13,8 +13,9 @@ from rich.markup import escape
 
 from schemas.permissions import ALL
 from services.cli.bench import bench
+from services.cli.flags import launch_of, taking_flags
 from services.cli.simulate import simulate
-from services.config import Carrier, Dtype, EngineName, PlaneEncryption, SplitMode, WireDtype, parse_devices, parse_list
+from services.config import EngineName, parse_list
 from services.ending import leaving_at_once
 from services.errors import UserError
 
@@ -56,139 +57,12 @@ RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "ag
 
 
 @app.command()
-def up(
-    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id; the demo model if left out.")] = "",
-    prefill: Annotated[int | None, typer.Option(min=1, max=64, show_default="1", help="Prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, max=64, show_default="1", help="Decode workers.")] = None,
-    aggregated: Annotated[
-        int, typer.Option(min=0, max=64, help="Workers that do both, instead of the other two: no split.")
-    ] = 0,
-    schedulers: Annotated[int, typer.Option(min=1, max=16, help="Schedulers.")] = 1,
-    directories: Annotated[int, typer.Option(min=1, max=16, help="Directories.")] = 1,
-    gateways: Annotated[int, typer.Option(min=1, max=16, help="Gateways, on ports one after another.")] = 1,
-    carrier: Annotated[Carrier, typer.Option(help="How KV crosses.")] = "auto",
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda (cards in turn), cuda:N, or a list dealt out to the workers.")
-    ] = "",
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 finds one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to serve HTTP on; others reach all but loopback.")] = "127.0.0.1",
-    api_key: Annotated[str, typer.Option(help="Serve only who sends this key; `ps` shows it, a file does not.")] = "",
-    tenants: Annotated[str, typer.Option(help='TOML file with a line KEY = "TENANT" for each API key.')] = "",
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask nobody for a key, whoever reaches --host.")] = False,
-    hosts: Annotated[str, typer.Option(help="Names by which clients call it, with commas between.")] = "",
-    cors_origins: Annotated[
-        str, typer.Option(help="Sites whose pages may ask from a browser, https://… with commas between.")
-    ] = "",
-    tls_cert: Annotated[str, typer.Option(help="Serve https with the certificate of this PEM file.")] = "",
-    tls_key: Annotated[str, typer.Option(help="Its private key, a PEM file.")] = "",
-    nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
-    nats_port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Port of the embedded server; 0 finds one, another at each start.")
-    ] = 0,
-    keys: Annotated[
-        str, typer.Option(help="With a server of your own: what `kvmesh bus-config DIR` has written.")
-    ] = "",
-    open_bus: Annotated[
-        bool, typer.Option("--open-bus", help="Take a server that lets anybody in: whoever reaches it owns the mesh.")
-    ] = False,
-    policy: Annotated[
-        str, typer.Option(help="Placement: cost, least_loaded, round_robin, affinity, or package.module:name.")
-    ] = "cost",
-    split: Annotated[
-        SplitMode, typer.Option(help="always: what is not served by a prefill and a decode worker fails, and says why.")
-    ] = "auto",
-    prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
-    pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
-    wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",
-    plane_encryption: Annotated[
-        PlaneEncryption, typer.Option(help="Encrypt KV that crosses tcp; auto: to any address but loopback.")
-    ] = "auto",
-    store: Annotated[str, typer.Option(help="A KV store, if any: memory, disk, redis://… or valkey://….")] = "",
-    store_mib: Annotated[int, typer.Option(min=1, help="Bound of the store's tier behind memory, in MiB.")] = 4096,
-    store_dir: Annotated[str, typer.Option(help="Folder of `--store disk`; .kvmesh/store if left out.")] = "",
-    kv_mib: Annotated[int, typer.Option(min=1, help="KV memory of one worker, in MiB.")] = 512,
-    token_budget: Annotated[int, typer.Option(min=16, help="Most tokens of one engine step.")] = 512,
-    block_size: Annotated[int, typer.Option(min=0, max=1024, help="Tokens of a block; 0: 16, with vLLM 32.")] = 0,
-    engine: Annotated[EngineName, typer.Option(help="What computes: transformers with our attention, or vLLM.")] = (
-        "transformers"
-    ),
-    engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "",
-    engine_kv_mib: Annotated[int, typer.Option(min=0, help="vLLM's own KV memory, in MiB; 0: as --kv-mib.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
-    spare_engines: Annotated[
-        int, typer.Option(min=0, help="Idle engines of each worker, loaded: one takes over where an engine dies.")
-    ] = 0,
-    step_timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="An engine whose step takes longer hangs, and is started again.")
-    ] = 300.0,
-    replicate: Annotated[
-        bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
-    ] = False,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to leave at most.")] = 30.0,
-    otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; they go to files too.")] = "",
-    sample_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of traces that is kept; what fails or is slow always is.")
-    ] = 1.0,
-) -> None:
+@taking_flags
+def up(**flags: Any) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
-    from services.cli.up import gateway_config, parse_engine_args, run_up
-    from services.launch.supervisor import UpOptions
+    from services.cli.up import run_up
 
-    if aggregated and (prefill or decode):
-        raise UserError("--aggregated has workers that do both: leave out --prefill and --decode")
-    if aggregated and split == "always":
-        raise UserError("--aggregated has no workers to split a request over: leave out --split always")
-    options = UpOptions(
-        model=model,
-        num_prefill=0 if aggregated else prefill or 1,
-        num_decode=0 if aggregated else decode or 1,
-        num_aggregated=aggregated,
-        num_schedulers=schedulers,
-        num_directories=directories,
-        num_gateways=gateways,
-        carrier=carrier,
-        devices=parse_devices(device) if device else (),
-        dtype=dtype,
-        port=port,
-        gateway=gateway_config(
-            host,
-            api_key=api_key,
-            tenants=tenants,
-            no_auth=no_auth,
-            hosts=hosts,
-            cors_origins=cors_origins,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            split=split,
-        ),
-        nats=nats,
-        nats_port=nats_port,
-        keys=keys,
-        open_bus=open_bus,
-        policy=policy,
-        prefix_cache=prefix_cache,
-        pull_tokens_min=pull_tokens_min,
-        wire_dtype=wire_dtype,
-        plane_encryption=plane_encryption,
-        store=store,
-        store_bytes=store_mib * 1024 * 1024,
-        store_dir=store_dir,
-        kv_bytes=kv_mib * 1024 * 1024,
-        token_budget=token_budget,
-        block_size=block_size,
-        engine=engine,
-        engine_args=parse_engine_args(engine_args),
-        engine_kv_bytes=engine_kv_mib * 1024 * 1024,
-        num_threads=threads,
-        spare_engines=spare_engines,
-        step_timeout_s=step_timeout_s,
-        replicate=replicate,
-        drain_s=drain_s,
-        otlp_endpoint=otlp,
-        sample_ratio=sample_ratio,
-    )
-    raise typer.Exit(run_up(options))
+    raise typer.Exit(run_up(launch_of(flags)))
 
 
 @app.command()

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from services.config import MeshConfig, ModelConfig, SchedulerConfig, WorkerConfig
+
 bench = typer.Typer(no_args_is_help=True, help="Measure a mesh. Each starts its own unless --url names one.")
 
 Model = Annotated[str, typer.Option(help="Checkpoint folder or hub id; random weights if left out.")]
@@ -51,7 +53,7 @@ def multiturn(
 ) -> None:
     """Conversations: recompute, prefix cache only, session affinity, and reads in both directions, interleaved."""
     from services.bench.multiturn import MultiturnPlan, run_multiturn
-    from services.launch.supervisor import UpOptions
+    from services.launch.options import Launch
 
     plan = MultiturnPlan(
         history=history,
@@ -64,7 +66,7 @@ def multiturn(
     )
     if plot is None and not json:
         plot = Path("multiturn.png")
-    options = UpOptions(model=model, num_prefill=prefill, num_decode=decode)
+    options = Launch(num_prefill=prefill, num_decode=decode, config=MeshConfig(model=ModelConfig(path=model)))
     run_multiturn(plan, options, url=url, plot=plot, as_json=json)
 
 
@@ -82,10 +84,14 @@ def burst(
 ) -> None:
     """Many clients with one prompt at once: how often it is computed and sent, with and without waiting for twins."""
     from services.bench.burst import BurstPlan, run_burst
-    from services.launch.supervisor import UpOptions
+    from services.launch.options import Launch
 
     plan = BurstPlan(clients=clients, choices=n, num_prompt_tokens=tokens, num_tokens=output, num_rounds=rounds)
-    run_burst(plan, UpOptions(model=model, num_prefill=prefill, num_decode=decode), as_json=json)
+    run_burst(
+        plan,
+        Launch(num_prefill=prefill, num_decode=decode, config=MeshConfig(model=ModelConfig(path=model))),
+        as_json=json,
+    )
 
 
 @bench.command()
@@ -112,7 +118,7 @@ def replay(
 ) -> None:
     """Replay a trace's arrivals, lengths and shared prefixes; what was reused, and how quick it was."""
     from services.bench.replay import ReplayPlan, run_replay
-    from services.launch.supervisor import UpOptions
+    from services.launch.options import Launch
 
     plan = ReplayPlan(
         path=trace,
@@ -123,7 +129,14 @@ def replay(
         slo_ttft_ms=slo_ttft_ms,
         slo_itl_ms=slo_itl_ms,
     )
-    options = UpOptions(
-        model=model, num_prefill=prefill, num_decode=decode, policy=policy, prefix_cache=prefix_cache, store=store
+    options = Launch(
+        num_prefill=prefill,
+        num_decode=decode,
+        store=store,
+        config=MeshConfig(
+            model=ModelConfig(path=model),
+            scheduler=SchedulerConfig(policy=policy),
+            worker=WorkerConfig(prefix_cache=prefix_cache),
+        ),
     )
     run_replay(plan, options, url=url, as_json=json)

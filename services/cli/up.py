@@ -7,92 +7,32 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dataplane.addresses import IPV4_LOOPBACK, is_loopback, own_address
 from schemas.permissions import PEOPLE
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
-from services.config import GatewayConfig, SplitMode, is_card, parse_list, state_dir
+from services.config import is_card, state_dir
 from services.errors import UserError
 from services.files import open_private, private_folder, replace_private, write_private
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 from services.runtime import ended_before
 from services.trust.keys import credentials_file
 
 
-def run_up(options: UpOptions) -> int:
+def run_up(launch: Launch) -> int:
     """Run a mesh until a signal; return the exit code. Raises UserError."""
     with _alone_in(state_dir()):
-        return asyncio.run(_up(options))
+        return asyncio.run(_up(launch))
 
 
-def gateway_config(
-    host: str,
-    *,
-    api_key: str,
-    tenants: str,
-    no_auth: bool,
-    hosts: str,
-    cors_origins: str,
-    tls_cert: str,
-    tls_key: str,
-    split: SplitMode = "auto",
-) -> GatewayConfig:
-    """Return who may reach the gateways, and what they insist on, from the flags of `kvmesh up`. Raises UserError."""
-    if api_key and tenants:
-        raise UserError("--api-key is one key, --tenants a file of them: pass one of the two")
-    keys = _read_tenants(Path(tenants)) if tenants else {api_key: "default"} if api_key else {}
-    if not (is_loopback(host) or keys or no_auth):
-        raise UserError(
-            f"--host {host} lets others in: pass --api-key KEY or --tenants FILE, or --no-auth to ask nobody for a key"
-        )
-    if host == IPV4_LOOPBACK:
-        host = own_address()  # of a machine without IPv4
-    own_names = () if is_loopback(host) else (socket.gethostname(),)
-    try:
-        return GatewayConfig(
-            host=host,
-            tenants=keys,
-            no_auth=no_auth,
-            hosts=(*parse_list(hosts), *own_names),
-            cors_origins=parse_list(cors_origins),
-            tls_cert=str(Path(tls_cert).absolute()) if tls_cert else "",
-            tls_key=str(Path(tls_key).absolute()) if tls_key else "",
-            split=split,
-        )
-    except ValueError as error:
-        raise UserError(f"the gateway cannot be served like this: {error}") from error
-
-
-def parse_engine_args(text: str) -> dict[str, Any]:
-    """Return the engine arguments of `--engine-args`. Raises UserError."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
-    except msgspec.DecodeError as error:
-        raise UserError(f'--engine-args is a JSON object, like \'{{"quantization": "awq"}}\': {error}') from error
-
-
-def _read_tenants(path: Path) -> dict[str, str]:
-    try:
-        keys = msgspec.toml.decode(path.read_bytes(), type=dict[str, str])
-    except OSError as error:
-        raise UserError(f"--tenants: cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f'--tenants: {path} must be lines of KEY = "TENANT": {error}') from error
-    if not keys:
-        raise UserError(f"--tenants: {path} has no keys")
-    return keys
-
-
-async def _up(options: UpOptions) -> int:
+async def _up(launch: Launch) -> int:
     console = LastingConsole(highlight=False, soft_wrap=True)
     run_dir = state_dir() / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -106,7 +46,7 @@ async def _up(options: UpOptions) -> int:
         finally:
             console.print(text)
 
-    supervisor = Supervisor(options, run_dir, say)
+    supervisor = Supervisor(launch, run_dir, say)
 
     def on_signal() -> None:
         if stop.is_set():  # the second time it is meant
@@ -122,7 +62,7 @@ async def _up(options: UpOptions) -> int:
         _write_contexts(run_dir / "nats" / "context", supervisor)
         replace_private(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
         with contextlib.suppress(OSError):
-            _greet(console, supervisor, options)
+            _greet(console, supervisor, launch)
         await stop.wait()
         return 0
     finally:
@@ -149,18 +89,18 @@ async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event
         return await ended_before(stop, supervisor.start_all(progress))
 
 
-def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None:
+def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
     checkpoint = supervisor.checkpoint
     assert checkpoint is not None
-    shape = f"{options.num_aggregated} aggregated" if options.num_aggregated else (
-        f"{options.num_prefill} prefill + {options.num_decode} decode"
+    shape = f"{launch.num_aggregated} aggregated" if launch.num_aggregated else (
+        f"{launch.num_prefill} prefill + {launch.num_decode} decode"
     )  # fmt: skip
-    if options.store:
+    if launch.store:
         shape += " + store"
     several = {
-        "schedulers": options.num_schedulers,
-        "directories": options.num_directories,
-        "gateways": options.num_gateways,
+        "schedulers": launch.num_schedulers,
+        "directories": launch.num_directories,
+        "gateways": launch.num_gateways,
     }
     for name, count in several.items():
         if count > 1:
@@ -178,7 +118,7 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
         placed = ", ".join(f"{name} {device}" for name, device in supervisor.devices.items())
         console.print(f"          on      {placed}")
     console.print("\nTry it:\n")
-    gateway = options.gateway
+    gateway = launch.config.gateway
     flags = f" --cacert {gateway.tls_cert}" if gateway.tls_cert else ""
     key = " -H 'Authorization: Bearer KEY'" if gateway.tenants else ""
     headers = f"-H 'Content-Type: application/json'{key}"

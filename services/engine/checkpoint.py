@@ -125,7 +125,7 @@ def layout_for(config: MeshConfig, checkpoint: Checkpoint) -> KVLayout:
     return layout_of(
         checkpoint,
         dtype=dtype_of(config, checkpoint.dtype),
-        block_size=config.worker.block_size,
+        block_size=config.block_size,
         wire_dtype=config.worker.wire_dtype,
         kv_format=config.engine.kv_format,
     )

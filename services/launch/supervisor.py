@@ -5,10 +5,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,24 +24,14 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.config import (
     MIN_SECRET_CHARS,
-    Carrier,
-    Dtype,
-    EngineConfig,
-    EngineName,
     GatewayConfig,
     MeshConfig,
-    ModelConfig,
-    NatsConfig,
-    PlaneEncryption,
-    SchedulerConfig,
     StoreConfig,
-    TelemetryConfig,
-    WireDtype,
-    WorkerConfig,
     apply_environment,
     at_scale,
     child_environment,
-    environment_device,
+    environment_broker,
+    environment_devices,
     fresh_secret,
     is_card,
     state_dir,
@@ -67,10 +55,12 @@ from services.launch.limits import (
     STOP_SLACK_S,
     STOP_TIMEOUT_S,
 )
+from services.launch.options import WORKER_ROLES, Launch
 from services.launch.restart import Child
 from services.ports import bind, free_port
 from services.restarts import Restarts
 from services.scheduler.placement.named import policy_named
+from services.settings import changed
 from services.store.remote import ValkeyTier
 from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
@@ -84,86 +74,9 @@ from services.trust.keys import (
     person_access,
 )
 
-WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
 MAX_PORT = 65_535
 CONTENT_SECRET_FILE = "content.secret"
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpOptions:
-    """The options of `kvmesh up`."""
-
-    model: str = ""
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_aggregated: int = 0
-    num_schedulers: int = 1
-    num_directories: int = 1
-    num_gateways: int = 1
-    carrier: Carrier = "auto"
-    devices: tuple[str, ...] = ()
-    """One device for all workers, or several that the workers get in turn, in the order of `services`. Empty:
-    KVMESH_DEVICE, or "auto"."""
-    dtype: Dtype = "auto"
-    port: int = 8000
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Who may reach the gateways, and how; their port is `port`."""
-    nats: str = "embedded"
-    nats_port: int = 0
-    """Of the embedded broker; 0: a free one."""
-    keys: str = ""
-    """Folder of the keys for a broker of one's own; empty: fresh ones, for the embedded broker."""
-    open_bus: bool = False
-    """Take a broker that lets anybody in."""
-    policy: str = "cost"
-    prefix_cache: bool = True
-    twins: bool = True
-    """Off in measurements alone."""
-    max_queue_ms: int = SchedulerConfig().max_queue_ms
-    pull_tokens_min: int = SchedulerConfig().pull_tokens_min
-    unsplit_tokens_max: int = SchedulerConfig().unsplit_tokens_max
-    wire_dtype: WireDtype = "same"
-    plane_encryption: PlaneEncryption = "auto"
-    digests: bool = True
-    """Off in measurements alone."""
-    store: str = ""
-    """Empty: none. Else `memory`, `disk`, or the URL of a Redis or Valkey server."""
-    store_bytes: int = StoreConfig().max_bytes
-    store_dir: str = ""
-    kv_bytes: int = 512 * 1024 * 1024
-    token_budget: int = 512
-    block_size: int = 0
-    """0: what suits the engine."""
-    engine: EngineName = "transformers"
-    engine_kv_bytes: int = 0
-    engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
-    num_threads: int = 0
-    engine_process: bool = True
-    """Off in measurements alone."""
-    spare_engines: int = 0
-    step_timeout_s: float = EngineConfig().step_timeout_s
-    replicate: bool = False
-    drain_s: float = WorkerConfig().drain_s
-    otlp_endpoint: str = ""
-    sample_ratio: float = 1.0
-
-    @property
-    def services(self) -> list[tuple[str, str]]:
-        """(role, name) of every process, in starting order."""
-        pairs = [*_named("scheduler", self.num_schedulers), *_named("directory", self.num_directories)]
-        if self.store:
-            pairs.append(("store", "store-0"))
-        for role, count in (
-            ("prefill", self.num_prefill), ("decode", self.num_decode), ("aggregated", self.num_aggregated),
-        ):  # fmt: skip
-            pairs += [(role, f"{role}-{number}") for number in range(count)]
-        return [*pairs, *_named("gateway", self.num_gateways)]
-
-    @property
-    def workers(self) -> list[str]:
-        """The names of the workers, in starting order."""
-        return [name for role, name in self.services if role in WORKER_ROLES]
 
 
 class MetricsTarget(msgspec.Struct, frozen=True):
@@ -179,8 +92,8 @@ class Supervisor:
     Services that end by themselves are started again; `say` is called with a line on each such event.
     """
 
-    def __init__(self, options: UpOptions, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
-        self._options = options
+    def __init__(self, launch: Launch, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
+        self._launch = launch
         self._run_dir = run_dir
         self._say = say
         self._nats: EmbeddedNats | None = None
@@ -200,12 +113,12 @@ class Supervisor:
     @property
     def keys_dir(self) -> Path:
         """Where the keys lie."""
-        return Path(self._options.keys).absolute() if self._options.keys else self._run_dir / "keys"
+        return Path(self._launch.keys).absolute() if self._launch.keys else self._run_dir / "keys"
 
     @property
     def has_open_bus(self) -> bool:
         """The broker lets anybody in."""
-        return self._options.open_bus
+        return self._launch.config.nats.open
 
     @property
     def signer(self) -> TenantSigner:
@@ -242,7 +155,7 @@ class Supervisor:
 
     @property
     def urls(self) -> list[str]:
-        return [_url(self._options.gateway, port) for port in self._ports]
+        return [_url(self._launch.config.gateway, port) for port in self._ports]
 
     @property
     def metrics_targets(self) -> list[MetricsTarget]:
@@ -252,7 +165,7 @@ class Supervisor:
             MetricsTarget(
                 targets=[f"{in_url(own_address())}:{self._metrics_ports[name]}"], labels={"service": name, "role": role}
             )
-            for role, name in self._options.services
+            for role, name in self._launch.services
             if name in self._metrics_ports
         ]
 
@@ -269,25 +182,25 @@ class Supervisor:
 
     async def start_all(self, progress: Progress | None = None) -> None:
         """Start everything, and return once all services are ready. Raises UserError."""
-        options = self._options
-        policy_named(SchedulerConfig(policy=options.policy))
-        await asyncio.to_thread(_check_store, _store_config(options))
-        self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR), options.engine)
+        launch = self._launch
+        policy_named(launch.config.scheduler)
+        await asyncio.to_thread(_check_store, _store_config(launch))
+        self.checkpoint = read_checkpoint(launch.config.model.path or str(DEMO_MODEL_DIR), launch.config.engine.name)
         self.devices = await self._plan_devices()
-        self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
+        self._ports = _free_ports(launch.config.gateway.host, launch.config.gateway.port, launch.num_gateways)
         self._check_broker_port()
-        self._metrics_ports = _distinct_ports([name for _, name in options.services], taken={options.nats_port})
-        config = self._config(self._ports[0])
-        at_scale(config)  # what cannot be is refused before anything is started
-        self._mesh = config
-        self._check_memory(config)
+        self._metrics_ports = _distinct_ports([name for _, name in launch.services], taken={launch.nats_port})
+        self._mesh = self._config()
+        at_scale(self._mesh)  # what cannot be is refused before anything is started
+        self._check_memory(self._mesh)
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
-        if not options.keys:
-            MeshKeys.fresh(content_secret=_content_secret() if options.store else "").save(self.keys_dir)
+        if not launch.keys:
+            MeshKeys.fresh(content_secret=_content_secret() if launch.store else "").save(self.keys_dir)
         self.nats_url = await self._start_broker()
-        write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
-        for role, name in options.services:
+        self._mesh = changed(self._mesh, {"nats.url": self.nats_url})
+        write_config(self._mesh, self._run_dir / "mesh.toml")
+        for role, name in launch.services:
             child = Child(role, name, await self._spawn(role, name), time.monotonic())
             self._children.append(child)
             child.follow()
@@ -323,7 +236,7 @@ class Supervisor:
     async def _stop(self, child: Child) -> None:
         timeout_s = self._mesh.times.scale * (STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S)
         if child.role in WORKER_ROLES:
-            timeout_s += self._options.drain_s
+            timeout_s += self._mesh.worker.drain_s
         if not await child.stop(timeout_s):
             self._print(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
 
@@ -375,44 +288,50 @@ class Supervisor:
             self._say(text)
 
     async def _plan_devices(self) -> dict[str, str]:
-        asked, workers = self._options.devices or (environment_device() or "auto",), self._options.workers
+        asked, workers = self._launch.devices or environment_devices() or ("auto",), self._launch.workers
         cards = await probe_cards() if "auto" in asked or "cuda" in asked else Cards()
         if cards.reason and "auto" in asked:
             self._print(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
         planned = plan_devices(asked, cards, len(workers))
         check_driver(planned)
-        check_carrier(self._options.carrier, planned)
+        check_carrier(self._launch.config.worker.carrier, planned)
         return dict(zip(workers, planned, strict=True))
 
+    @property
+    def _own_broker(self) -> str:
+        """The URL of a broker that runs already; empty: one is started."""
+        url = self._launch.nats or environment_broker()
+        return "" if url == "embedded" else url
+
     async def _start_broker(self) -> str:
-        if self._options.nats == "embedded":
-            # Not on a helper thread: the server is started so that it ends with the thread that started it.
-            self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
-            self._nats = EmbeddedNats.launch(self._options.nats_port or None, self._run_dir, self._broker_access)
-            return self._nats.url
-        await self._check_broker(self._options.nats)
-        return self._options.nats
+        if self._own_broker:
+            await self._check_broker(self._own_broker)
+            return self._own_broker
+        # Not on a helper thread: the server is started so that it ends with the thread that started it.
+        self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
+        self._nats = EmbeddedNats.launch(self._launch.nats_port or None, self._run_dir, self._broker_access)
+        return self._nats.url
 
     def _check_broker_port(self) -> None:
         """Raises UserError where `--nats-port` cannot be had, before anything is started."""
-        port = self._options.nats_port
-        if port and self._options.nats != "embedded":
+        port = self._launch.nats_port
+        if port and self._own_broker:
             raise UserError("--nats-port is the embedded server's: leave it out with --nats URL")
         if port in self._ports:
             raise UserError(f"port {port} is a gateway's: pass another --nats-port or --port")
 
     async def _check_broker(self, url: str) -> None:
         """Raises UserError where a broker of one's own does not answer, does not know our keys, or lets anybody in."""
-        folder = Path(self._options.keys)
-        ca = ca_file(folder) if self._options.keys else None
+        folder = Path(self._launch.keys)
+        ca = ca_file(folder) if self._launch.keys else None
         try:
             bus = await NatsBus.connect(BusAccess(url, None, ca), "kvmesh-up")
         except BrokerRefusesError:
-            if not self._options.keys:
+            if not self._launch.keys:
                 raise
         else:
             await bus.close()
-            if not self._options.open_bus:
+            if not self.has_open_bus:
                 raise UserError(
                     f"the broker at {url} lets anybody in, and whoever reaches it owns the mesh: close it with what "
                     "`kvmesh bus-config DIR` writes and pass --keys DIR, or pass --open-bus"
@@ -421,66 +340,31 @@ class Supervisor:
         access = person_access(url, credentials_file(folder, Role.OBSERVER), Role.OBSERVER)
         await (await NatsBus.connect(access, "kvmesh-up")).close()
 
-    def _config(self, port: int) -> MeshConfig:
-        options, checkpoint = self._options, self.checkpoint
-        assert checkpoint is not None
-        num_threads = options.num_threads or max(1, usable_cores() // len(options.workers))
-        on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
-        config = MeshConfig(
-            nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir), open=self.has_open_bus),
-            model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
-            gateway=msgspec.structs.replace(options.gateway, port=port),
-            scheduler=SchedulerConfig(
-                policy=options.policy,
-                pull_tokens_min=options.pull_tokens_min,
-                unsplit_tokens_max=options.unsplit_tokens_max,
-                replicate=options.replicate,
-                twins=options.twins,
-                max_queue_ms=options.max_queue_ms,
-            ),
-            worker=WorkerConfig(
-                kv_bytes=options.kv_bytes,
-                token_budget=options.token_budget,
-                num_threads=num_threads,
-                device=on_card,
-                plane_host=own_address(),
-                carrier=options.carrier,
-                prefix_cache=options.prefix_cache,
-                twins=options.twins,
-                wire_dtype=options.wire_dtype,
-                plane_encryption=options.plane_encryption,
-                digests=options.digests,
-                drain_s=options.drain_s,
-            ),
-            engine=EngineConfig(
-                process=options.engine_process, step_timeout_s=options.step_timeout_s, spares=options.spare_engines
-            ),
-            store=_store_config(options),
-            telemetry=TelemetryConfig(
-                metrics_host=own_address(),
-                otlp_endpoint=options.otlp_endpoint,
-                trace_dir=str(self.trace_dir),
-                sample_ratio=options.sample_ratio,
-            ),
-        )
-        return apply_environment(self._with_engine(config, checkpoint))
+    def _config(self) -> MeshConfig:
+        """Return the configuration that the services read, but for the broker's address. Raises UserError."""
+        assert self.checkpoint is not None
+        asked = apply_environment(self._launch.config)
+        store = _store_config(self._launch)
+        filled_in = {
+            "nats.keys": str(self.keys_dir),
+            "model.path": self.checkpoint.path,
+            "model.name": asked.model.name or self.checkpoint.name,
+            "gateway.port": self._ports[0],
+            "worker.num_threads": asked.worker.num_threads or max(1, usable_cores() // len(self._launch.workers)),
+            "worker.device": next((device for device in self.devices.values() if is_card(device)), CPU),
+            "worker.plane_host": own_address(),
+            "store.url": store.url,
+            "store.path": store.path,
+            "telemetry.metrics_host": own_address(),
+            "telemetry.trace_dir": str(self.trace_dir),
+        }
+        return with_engine(changed(asked, filled_in), self.checkpoint)
 
     def _check_memory(self, config: MeshConfig) -> None:
         assert self.checkpoint is not None
-        num_workers = sum(not is_card(self.devices.get(name, "cpu")) for name in self._options.workers)
-        store_bytes = config.store.memory_bytes if self._options.store else 0
+        num_workers = sum(not is_card(self.devices.get(name, CPU)) for name in self._launch.workers)
+        store_bytes = config.store.memory_bytes if self._launch.store else 0
         check_memory(config, self.checkpoint, available_bytes(), num_workers=num_workers, store_bytes=store_bytes)
-
-    def _with_engine(self, config: MeshConfig, checkpoint: Checkpoint) -> MeshConfig:
-        options = self._options
-        return with_engine(
-            config,
-            checkpoint,
-            name=options.engine,
-            block_size=options.block_size,
-            kv_bytes=options.engine_kv_bytes,
-            args=options.engine_args,
-        )
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
         """Start one service. It ends by itself when its standard input, a pipe from us, is closed: when we have
@@ -509,7 +393,7 @@ class Supervisor:
         if name in self.devices:
             arguments += ["--device", self.devices[name]]
         if role == "gateway":
-            names = [name for role, name in self._options.services if role == "gateway"]
+            names = [name for role, name in self._launch.services if role == "gateway"]
             arguments += ["--port", str(self._ports[names.index(name)])]
         return arguments
 
@@ -536,7 +420,7 @@ class Supervisor:
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="waiting for the mesh to know them")
                 workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
-                await wait_known(self.access(), workers, self._options.num_schedulers, self._options.num_directories)
+                await wait_known(self.access(), workers, self._launch.num_schedulers, self._launch.num_directories)
         except TimeoutError as error:
             raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error
         finally:
@@ -557,19 +441,17 @@ def _content_secret() -> str:
         raise UserError(f"{path}, the secret of the store's blocks, cannot be used: {error.strerror}") from error
 
 
-def _store_config(options: UpOptions) -> StoreConfig:
+def _store_config(launch: Launch) -> StoreConfig:
     """Return the store's configuration. Raises UserError for an unknown kind of store.
 
     The disk tier is kept beside the run folder, which every start empties: it outlives the mesh.
     """
-    path = Path(options.store_dir).absolute() if options.store_dir else state_dir() / "store"
-    store = StoreConfig(path=str(path), max_bytes=options.store_bytes)
-    if options.store in ("", "memory"):
-        return store
-    if options.store != "disk" and not _is_server_url(options.store):
+    store, kind = launch.config.store, launch.store
+    if kind not in ("", "memory", "disk") and not _is_server_url(kind):
         kinds = "memory, disk, redis://host:port/0 or valkey://host:port/0"
-        raise UserError(f"--store {options.store!r} is no store: give {kinds}, or leave it out")
-    return msgspec.structs.replace(store, url=options.store)
+        raise UserError(f"--store {kind!r} is no store: give {kinds}, or leave it out")
+    url = "" if kind in ("", "memory") else kind
+    return changed(store, {"url": url, "path": store.path or str(state_dir() / "store")})
 
 
 def _check_store(store: StoreConfig) -> None:
@@ -584,11 +466,6 @@ def _is_server_url(text: str) -> bool:
         return url.scheme in ("redis", "valkey") and bool(url.hostname) and url.port != 0
     except ValueError:  # a port that is no number, a bracket that never closes
         return False
-
-
-def _named(role: str, count: int) -> list[tuple[str, str]]:
-    """Return (role, name) for `count` services. The first is named like its role."""
-    return [(role, role), *((role, f"{role}-{number}") for number in range(1, count))]
 
 
 def _distinct_ports(names: list[str], taken: set[int]) -> dict[str, int]:

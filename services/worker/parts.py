@@ -80,8 +80,8 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId, starte
     limits = WorkerLimits(
         worker_id=worker_id,
         fingerprint=layout.fingerprint,
-        num_blocks=max_tokens // settings.block_size,
-        block_size=settings.block_size,
+        num_blocks=max_tokens // layout.block_size,
+        block_size=layout.block_size,
         context_length=checkpoint.context_length,
         vocab_size=checkpoint.vocab_size,
         eos_token_ids=placed.eos_token_ids,

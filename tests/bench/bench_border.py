@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -35,13 +34,22 @@ from services.bench.drive.meshes import model_folder, rotated, serving
 from services.bench.drive.progress_bar import progress
 from services.bench.drive.stats import percentile
 from services.bench.drive.workload import random_tokens
-from services.config import EngineConfig, EngineName, MeshConfig, ModelConfig, WorkerConfig, set_environment
+from services.config import (
+    EngineConfig,
+    EngineName,
+    MeshConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+    set_environment,
+)
 from services.engine.checkpoint import read_checkpoint
 from services.engine.client import EngineCallbacks
 from services.engine.messages import StepResult, SubmitSequence
 from services.holder.limits import SWITCH_INTERVAL_S
 from services.launch.engine_choice import with_engine
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from services.worker.parts import WorkerParts, load_parts
 from tests.bench.bench_gaps import Arrival, ask
 from tests.bench.vllm_inside import in_a_process, p99_late_ms
@@ -73,11 +81,11 @@ def config_of(model: str, engine: EngineName, way: str) -> MeshConfig:
     config = MeshConfig(
         model=ModelConfig(path=model),
         worker=WorkerConfig(num_threads=1, kv_bytes=256 << 20, device="cpu"),
-        engine=EngineConfig(process=way == "process"),
+        engine=EngineConfig(name=engine, process=way == "process"),
         ticket_secrets=("s" * 32,),
         tenant_seed="s" * 32,
     )
-    return with_engine(config, read_checkpoint(model, engine), name=engine, block_size=0, kv_bytes=0, args={})
+    return with_engine(config, read_checkpoint(model, engine))
 
 
 class Loaded:
@@ -161,11 +169,18 @@ def loop(model: str, engine: EngineName, way: str) -> dict[str, float]:
 
 async def gaps(model: str, engine: EngineName, num_rounds: int, on_round: Callable[[], None]) -> list[dict[str, Any]]:
     """Return p99 of the gaps in milliseconds, by the round and the way."""
-    options = UpOptions(model=model, engine=engine, num_threads=1, unsplit_tokens_max=0, kv_bytes=256 << 20)
+    options = Launch(
+        config=MeshConfig(
+            model=ModelConfig(path=model),
+            scheduler=SchedulerConfig(unsplit_tokens_max=0),
+            worker=WorkerConfig(num_threads=1, kv_bytes=256 << 20),
+            engine=EngineConfig(name=engine),
+        )
+    )
     rounds: list[dict[str, Any]] = []
 
-    def meshes(options: UpOptions) -> Mapping[str, UpOptions]:
-        return {way: replace(options, engine_process=way == "process") for way in WAYS}
+    def meshes(options: Launch) -> Mapping[str, Launch]:
+        return {way: changed(options, {"config.engine.process": way == "process"}) for way in WAYS}
 
     async with serving(meshes, options) as served:
         urls = {way: supervisor.url for way, supervisor in served.supervisors.items()}

@@ -9,7 +9,6 @@ import asyncio
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -22,11 +21,12 @@ from services.bench.drive.arguments import parse_lengths
 from services.bench.drive.http_client import Client, Completion
 from services.bench.drive.meshes import serving
 from services.cli.bench import Json
-from services.config import WireDtype
+from services.config import MeshConfig, ModelConfig, WireDtype
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.tokenizer import read_tokenizer
 from services.gateway.api.text import TextCodec, codec_of
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.corpus import make_fact_prompt
 
 SAME = "same"
@@ -81,17 +81,24 @@ def agreement(exact: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def mesh_options(options: UpOptions) -> dict[str, UpOptions]:
+def mesh_options(options: Launch) -> dict[str, Launch]:
     """Return a mesh for each way to send KV. Each request is split, so that all KV crosses."""
-    tcp = replace(options, carrier="tcp", prefix_cache=False, policy="least_loaded")
-    return {SAME: tcp} | {dtype: replace(tcp, wire_dtype=dtype) for dtype in PACKED}
+    tcp = changed(
+        options,
+        {
+            "config.worker.carrier": "tcp",
+            "config.worker.prefix_cache": False,
+            "config.scheduler.policy": "least_loaded",
+        },
+    )
+    return {SAME: tcp} | {dtype: changed(tcp, {"config.worker.wire_dtype": dtype}) for dtype in PACKED}
 
 
 async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
     codec = codec_of(read_tokenizer(DEMO_MODEL_DIR))
     rng = random.Random(SEED)
     rows: list[CompressionRow] = []
-    async with serving(mesh_options, UpOptions(model=str(DEMO_MODEL_DIR))) as served:
+    async with serving(mesh_options, Launch(config=MeshConfig(model=ModelConfig(path=str(DEMO_MODEL_DIR))))) as served:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
                 task = progress.add_task(f"{length} tokens", total=len(served.clients) * num_questions)

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +32,13 @@ from services.bench.drive.http_client import base_url, model_of, open_http
 from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.bench.drive.stats import percentile, rounded
 from services.bench.drive.workload import random_tokens
+from services.config import GatewayConfig, MeshConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
+from services.settings import changed
 
-OPTIONS = UpOptions(port=0, num_prefill=1, num_decode=1)
+OPTIONS = Launch(num_prefill=1, num_decode=1, config=MeshConfig(gateway=GatewayConfig(port=0)))
 VOCABULARY = 200
 WORDS = ("the", "red", "green", "blue", "stone", "river", "box", "lives", "has", "seven", "nine", "city", "of", "two")
 SMALL: dict[str, Any] = {
@@ -228,7 +230,9 @@ async def run(options: argparse.Namespace) -> list[Figures]:
         return await measure(base_url(options.url), {}, options)
     with tempfile.TemporaryDirectory() as folder:
         up = (
-            replace(OPTIONS, model=str(make_random_checkpoint(f"{folder}/model", **SMALL))) if options.text else OPTIONS
+            changed(OPTIONS, {"config.model.path": str(make_random_checkpoint(f"{folder}/model", **SMALL))})
+            if options.text
+            else OPTIONS
         )
         supervisor = Supervisor(up, Path(folder) / "run")
         try:

@@ -28,9 +28,9 @@ from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import LARGE_KV_SHAPE, SHAPE
 from services.bench.drive.workload import random_tokens
 from services.cli.recorded import find_trace, load_spans
-from services.config import Carrier
+from services.config import Carrier, GatewayConfig, MeshConfig, ModelConfig, WorkerConfig
 from services.errors import UserError
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from services.telemetry import Key, SpanName, SpanRecord
 
 NUM_TOKENS, WARM_UP_REQUESTS = 4, 2
@@ -126,7 +126,13 @@ async def measure(shape: dict[str, Any], carrier: Carrier, lengths: Sequence[int
     """Return the phases of each length's requests."""
     rng, ids = random.Random(20261123), dict[int, list[str]]()
     async with model_folder("", shape) as (model, _):
-        meshes = {"split": UpOptions(model=model, port=0, carrier=carrier)}
+        meshes = {
+            "split": Launch(
+                config=MeshConfig(
+                    model=ModelConfig(path=model), gateway=GatewayConfig(port=0), worker=WorkerConfig(carrier=carrier)
+                )
+            )
+        }
         async with running(meshes) as supervisors, open_http() as http:
             [supervisor] = supervisors.values()
             client = await Client.open(http, supervisor.url)

@@ -25,8 +25,9 @@ from services.bench.drive.meshes import model_folder, running
 from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.workload import random_tokens
+from services.config import GatewayConfig, MeshConfig, ModelConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from tests.engine.rig import load_tiny, make_tiny, prompt_of
 from tests.engine.test_logprobs import differences, wanted
 
@@ -86,7 +87,12 @@ async def timed(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tupl
 async def measured_costs(lengths: list[int], num_rounds: int) -> list[Cost]:
     costs: list[Cost] = []
     rng = random.Random(20261124)
-    async with model_folder("") as (model, _), running({"split": UpOptions(model=model, port=0)}) as meshes:
+    async with (
+        model_folder("") as (model, _),
+        running(
+            {"split": Launch(config=MeshConfig(model=ModelConfig(path=model), gateway=GatewayConfig(port=0)))}
+        ) as meshes,
+    ):
         url = meshes["split"].url
         async with open_http() as http:
             name = (await model_of(http, url)).id

@@ -21,8 +21,8 @@ from services.bench.drive.http_client import Client, Completion, open_http
 from services.bench.drive.meshes import model_folder, running
 from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import LARGE_KV_SHAPE, SHAPE
-from services.config import Carrier
-from services.launch.supervisor import UpOptions
+from services.config import Carrier, GatewayConfig, MeshConfig, ModelConfig, WorkerConfig
+from services.launch.options import Launch
 from tests.bench.side_by_side import NUM_TOKENS, Row, compare, num_rounds, table
 
 LENGTHS = (1_000, 4_000)
@@ -42,7 +42,14 @@ TIMES = {"first": lambda answer: answer.ttft_ms, "second": second_ms}
 @asynccontextmanager
 async def proved_and_not(model: str, carrier: Carrier) -> AsyncGenerator[dict[str, Client]]:
     meshes = {
-        name: UpOptions(model=model, port=0, carrier=carrier, digests=name == "proof") for name in ("proof", "none")
+        name: Launch(
+            config=MeshConfig(
+                model=ModelConfig(path=model),
+                gateway=GatewayConfig(port=0),
+                worker=WorkerConfig(carrier=carrier, digests=name == "proof"),
+            )
+        )
+        for name in ("proof", "none")
     }
     async with running(meshes) as supervisors, open_http() as http:
         yield {name: await Client.open(http, supervisor.url) for name, supervisor in supervisors.items()}

@@ -24,7 +24,9 @@ from services.bench.drive.stats import percentile
 from services.bench.multiturn import SEED, Conversation, converse, make_conversations
 from services.cli.drain import run_restart
 from services.cli.running import BusOptions
-from services.launch.supervisor import Supervisor, UpOptions
+from services.config import MeshConfig, SchedulerConfig
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 
 QUIET, ROLLING = "undisturbed", "restarted"
 NUM_TURNS, OUTPUT = 6, (24, 40)
@@ -57,7 +59,7 @@ async def restart_until(mesh: Supervisor, holding: "asyncio.Task[Held]") -> int:
 
 
 async def measure(num_talks: int, history: int, width: int, think_ms: int) -> dict[str, object]:
-    options = UpOptions(num_prefill=2, num_decode=2, policy="cost")
+    options = Launch(num_prefill=2, num_decode=2, config=MeshConfig(scheduler=SchedulerConfig(policy="cost")))
     async with serving(lambda each: {QUIET: each, ROLLING: each}, options) as served:
         talks = make_conversations(
             SEED, history, num_turns=NUM_TURNS, count=num_talks, output=OUTPUT, vocab_size=served.vocab_size

@@ -23,13 +23,23 @@ from typing import Any
 
 import httpx
 
-from services.launch.supervisor import Supervisor, UpOptions
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 
 RATIOS = (0.0, 0.1, 1.0)
 AIMS = {0.1: 0.98, 1.0: 0.95}
 CONCURRENCY = 8
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 32
-OPTIONS = UpOptions(port=0, num_prefill=1, num_decode=1, num_threads=1, kv_bytes=128 << 20, unsplit_tokens_max=0)
+OPTIONS = Launch(
+    num_prefill=1,
+    num_decode=1,
+    config=MeshConfig(
+        gateway=GatewayConfig(port=0),
+        scheduler=SchedulerConfig(unsplit_tokens_max=0),
+        worker=WorkerConfig(num_threads=1, kv_bytes=128 << 20),
+    ),
+)
 
 
 @dataclass(frozen=True)

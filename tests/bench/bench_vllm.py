@@ -35,7 +35,8 @@ from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import SHAPE, make_model
 from services.engine.vllm_engine.formats import installed_version
 from services.errors import UserError
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 from tests.bench import side_by_side
 from tests.bench.bench_proof import TIMES
 from tests.bench.gpu_report import Row, cells
@@ -133,7 +134,7 @@ async def _worker_and_server(folder: Path) -> AsyncGenerator[tuple[Supervisor, P
     """Run a mesh of one aggregated worker and vLLM's own server."""
     async with AsyncExitStack() as stack:
         model, _ = await stack.enter_async_context(model_folder(""))
-        options = on_vllm(UpOptions(num_prefill=0, num_decode=0, num_aggregated=1), model)
+        options = on_vllm(Launch(num_prefill=0, num_decode=0, num_aggregated=1), model)
         supervisors = await stack.enter_async_context(running({OURS: options}))
         theirs = server(ServerOptions(name="vllm", model=model), folder)
         with progress("starting vLLM's server"):
@@ -176,8 +177,8 @@ async def measure_split(sizes: Sizes, folder: Path) -> list[Row]:
 
     num_rounds = side_by_side.num_rounds(sizes.lengths, sizes.split_requests, sizes.split_starts)
     async with model_folder("") as (model, _):
-        whole = UpOptions(num_prefill=0, num_decode=0, num_aggregated=2)
-        meshes = {SPLIT: on_vllm(UpOptions(), model), WHOLE: on_vllm(whole, model)}
+        whole = Launch(num_prefill=0, num_decode=0, num_aggregated=2)
+        meshes = {SPLIT: on_vllm(Launch(), model), WHOLE: on_vllm(whole, model)}
         with progress("rounds of `split`", num_rounds) as on_round:
             measured = await side_by_side.compare(
                 start, TIMES, sizes.lengths, sizes.split_requests, sizes.split_starts, on_round
@@ -197,7 +198,7 @@ async def measure_split(sizes: Sizes, folder: Path) -> list[Row]:
 
 async def measure_peers(sizes: Sizes, folder: Path) -> list[Row]:
     rows: list[Row] = []
-    async with model_folder("") as (model, _), running({OURS: on_vllm(UpOptions(), model)}) as supervisors:
+    async with model_folder("") as (model, _), running({OURS: on_vllm(Launch(), model)}) as supervisors:
         for name, transfer in (("NIXL", NIXL), ("TCP", TCP)):
             if transfer is NIXL and (missing := missing_nixl()):
                 rows.append(Row(what=f"vLLM's split, {name}", error=missing))

@@ -11,7 +11,9 @@ from services.bench.drive.meshes import SPLIT, WHOLE, running, urls_of
 from services.bench.drive.stats import percentile
 from services.bench.ttft import TtftRow, alternate
 from services.cli.trace import load_spans
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, ModelConfig, WorkerConfig
+from services.launch.options import Launch
+from services.settings import changed
 from services.telemetry import Key, SpanName, SpanRecord
 from tests.bench.gpu_report import Row, share, with_and_without
 from tests.bench.known_models import checkpoint_of
@@ -34,14 +36,15 @@ def rows(device: str, models: Sequence[str], *, quick: bool) -> Iterator[Row]:
 
 async def measure_model(model: str, device: str, num_requests: int) -> list[Row]:
     lengths, kv_bytes = (LENGTHS, KV_BYTES) if model != "tiny" else ((100,), 64 << 20)
-    split = UpOptions(
-        model=checkpoint_of(model), port=0, devices=(device,), dtype="checkpoint", kv_bytes=kv_bytes,
-        token_budget=TOKEN_BUDGET,
-    )  # fmt: skip
-    whole = UpOptions(
-        model=split.model, port=0, devices=(device,), dtype="checkpoint", kv_bytes=kv_bytes,
-        token_budget=TOKEN_BUDGET, num_prefill=0, num_decode=0, num_aggregated=2,
-    )  # fmt: skip
+    split = Launch(
+        devices=(device,),
+        config=MeshConfig(
+            model=ModelConfig(path=checkpoint_of(model), dtype="checkpoint"),
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(kv_bytes=kv_bytes, token_budget=TOKEN_BUDGET),
+        ),
+    )
+    whole = changed(split, {"num_prefill": 0, "num_decode": 0, "num_aggregated": 2})
     async with running({SPLIT: split, WHOLE: whole}) as supervisors:
         timed = await alternate(urls_of(supervisors), list(lengths), num_requests)
         await asyncio.sleep(SPANS_AFTER_S)

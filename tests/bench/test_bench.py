@@ -44,9 +44,11 @@ from services.bench.drive.workload import (
     reusable_tokens,
     scale_trace,
 )
+from services.config import WorkerConfig
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.errors import UserError
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.bench import bench_directory
 from tests.bench.bench_compression import agreement
 
@@ -113,12 +115,13 @@ def test_options_that_are_none() -> None:
 
 
 def test_the_modes_differ_in_nothing_else() -> None:
-    modes = reuse_modes(UpOptions(num_prefill=2, num_decode=2))
+    modes = reuse_modes(Launch(num_prefill=2, num_decode=2))
     assert list(modes) == [RECOMPUTE, CACHE_ONLY, AFFINITY, BOTH]
-    assert [(m.prefix_cache, m.policy) for m in modes.values()] == [
+    assert [(m.config.worker.prefix_cache, m.config.scheduler.policy) for m in modes.values()] == [
         (False, "least_loaded"), (True, "least_loaded"), (True, "affinity"), (True, "cost"),
     ]  # fmt: skip
-    assert len({(m.num_prefill, m.num_decode, m.num_threads, m.kv_bytes, m.token_budget) for m in modes.values()}) == 1
+    alike = {"config.worker.prefix_cache": True, "config.scheduler.policy": "cost"}
+    assert all(changed(launch, alike) == modes[BOTH] for launch in modes.values())
     assert rotated("abc", 0) == ["a", "b", "c"] and rotated("abc", 4) == ["b", "c", "a"]
 
 
@@ -129,7 +132,7 @@ def test_the_kv_of_the_large_model_is_an_8b_models(tmp_path: Path) -> None:
     path, num_parameters = make_model(tmp_path, LARGE_KV_SHAPE)
     layout = layout_of(read_checkpoint(str(path)))
     assert layout.block_bytes // layout.block_size == 128 * 1024 and num_parameters < 5e6
-    assert layout.block_bytes * LARGE_KV_SHAPE["context_length"] / layout.block_size <= UpOptions().kv_bytes
+    assert layout.block_bytes * LARGE_KV_SHAPE["context_length"] / layout.block_size <= WorkerConfig().kv_bytes
 
 
 async def test_what_a_request_hands_over_is_beside_the_ratio() -> None:
@@ -538,7 +541,7 @@ def test_replaying_a_running_gateway(tmp_path: Path, capsysbinary: pytest.Captur
 
     async def main() -> None:
         async with StubGateway().serving() as gateway:
-            await asyncio.to_thread(replay.run_replay, plan, UpOptions(), url=gateway.url + "/v1", as_json=True)
+            await asyncio.to_thread(replay.run_replay, plan, Launch(), url=gateway.url + "/v1", as_json=True)
 
     asyncio.run(main())
     report = json.loads(capsysbinary.readouterr().out)

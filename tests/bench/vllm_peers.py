@@ -14,20 +14,22 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from services.config import WorkerConfig
 from services.engine.vllm_engine.formats import BLOCK_SIZE, MAX_SEQUENCES
 from services.errors import UserError
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from services.ports import free_port
+from services.settings import changed
 
 OURS, THEIRS = "ours", "vLLM"
 NUM_THREADS = 1
-TOKEN_BUDGET = UpOptions().token_budget
+TOKEN_BUDGET = WorkerConfig().token_budget
 POOL_BYTES = 512 << 20
 READY_TIMEOUT_S, READY_INTERVAL_S, STOP_TIMEOUT_S = 240.0, 0.25, 20.0
 ROOT = Path(__file__).parents[2]
@@ -46,13 +48,21 @@ NIXL = {"kv_connector": "NixlConnector"}
 TCP = {"kv_connector": "TcpConnector", "kv_connector_module_path": "tests.bench.tcp_connector"}
 
 
-def on_vllm(options: UpOptions, model: str, arena_bytes: int = 0, pool_bytes: int = 0) -> UpOptions:
+def on_vllm(options: Launch, model: str, arena_bytes: int = 0, pool_bytes: int = 0) -> Launch:
     """Return the options of a mesh that is compared with these servers. Left out, arena and pool are together as large
     as a server's pool. As a server it refuses nobody for the length of its queue."""
-    return replace(
-        options, model=model, port=0, engine="vllm", num_threads=NUM_THREADS, max_queue_ms=10**9,
-        kv_bytes=arena_bytes or POOL_BYTES // 2, engine_kv_bytes=pool_bytes or POOL_BYTES // 2,
-    )  # fmt: skip
+    return changed(
+        options,
+        {
+            "config.model.path": model,
+            "config.gateway.port": 0,
+            "config.engine.name": "vllm",
+            "config.worker.num_threads": NUM_THREADS,
+            "config.scheduler.max_queue_ms": 10**9,
+            "config.worker.kv_bytes": arena_bytes or POOL_BYTES // 2,
+            "config.engine.kv_bytes": pool_bytes or POOL_BYTES // 2,
+        },
+    )
 
 
 class Process:

@@ -22,7 +22,8 @@ from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.sources import shares_of
 from services.bench.multiturn import Conversation, converse, make_conversations
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 from tests.bench.gpu_report import Row
 from tests.bench.vllm_load import SETTLE_S, compared
 from tests.bench.vllm_peers import OURS, THEIRS, Process, ServerOptions, on_vllm, server, started
@@ -108,16 +109,16 @@ class Group:
 async def measure_turns(plan: TurnsPlan, folder: Path) -> list[Row]:
     shape = SHAPE | {"context_length": CONTEXT_LENGTH}
     async with model_folder("", shape) as (model, _):
-        split = UpOptions(num_prefill=1, num_decode=1)
+        split = Launch(num_prefill=1, num_decode=1)
         async with both_up(split, model, plan.room_bytes, folder) as sides:
             rows = await _with_a_restart(plan, sides)
-        whole = UpOptions(num_prefill=0, num_decode=0, num_aggregated=2)
+        whole = Launch(num_prefill=0, num_decode=0, num_aggregated=2)
         async with both_up(whole, model, plan.full_bytes, folder) as sides:
             return [*rows, await _with_one_full(plan, sides)]
 
 
 @asynccontextmanager
-async def both_up(options: UpOptions, model: str, kv_bytes: int, folder: Path) -> AsyncGenerator[Sides]:
+async def both_up(options: Launch, model: str, kv_bytes: int, folder: Path) -> AsyncGenerator[Sides]:
     options = on_vllm(options, model, kv_bytes - POOL_BYTES, POOL_BYTES)
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(open_http())

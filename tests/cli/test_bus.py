@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from services.bus.embedded import EmbeddedNats
+from services.config import GatewayConfig, MeshConfig
 from services.files import write_private
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from services.trust.certificates import CA_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys
 from tests.cli.commands import QUESTION, assert_one_line, run
@@ -26,6 +27,12 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 
 def test_an_open_broker_is_taken_on_purpose_only(nats_url: str, tmp_path: Path) -> None:
     assert_one_line(run(tmp_path, "up", "--nats", nats_url, "--port", "0"), "lets anybody in", "--keys", "--open-bus")
+
+
+def test_the_environment_may_name_the_broker(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMESH_NATS_URL", nats_url)
+    assert_one_line(run(tmp_path, "up", "--port", "0"), nats_url, "lets anybody in")
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--nats-port", "4222"), "leave it out with --nats URL")
 
 
 def test_a_closed_broker_needs_its_keys(closed: tuple[str, Path], tmp_path: Path) -> None:
@@ -57,7 +64,9 @@ def test_a_mesh_on_a_broker_of_one_s_own_that_encrypts(running_mesh: RunningMesh
     broker = EmbeddedNats.launch(None, tmp_path / "broker", (keys / BROKER_FILE).read_text())
     try:
         assert broker.url.startswith("tls://")
-        with running_mesh(tmp_path, UpOptions(nats=broker.url, keys=str(keys), port=0)) as mesh:
+        with running_mesh(
+            tmp_path, Launch(nats=broker.url, keys=str(keys), config=MeshConfig(gateway=GatewayConfig(port=0)))
+        ) as mesh:
             assert isinstance(mesh, Mesh) and mesh.complete(QUESTION)["choices"][0]["text"].strip() == "7412"
             said = run(tmp_path, "status", "--nats", broker.url, "--creds", str(keys / "observer.creds"))
             assert said.returncode == 0 and "decode-0" in said.stdout

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
+from services.cli.flags import launch_of
 from services.config import EngineConfig, MeshConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -20,7 +21,10 @@ from services.launch.engine_choice import in_place_of_the_files, with_engine
 from services.launch.serve import Overrides, run_service
 
 MIB = 1 << 20
-CHOICE: dict[str, Any] = {"name": "vllm", "block_size": 0, "kv_bytes": 0, "args": {}}
+
+
+def vllm(worker: WorkerConfig | None = None, **engine: Any) -> MeshConfig:
+    return MeshConfig(worker=worker or WorkerConfig(), engine=EngineConfig(name="vllm", **engine))
 
 
 @pytest.fixture(scope="module")
@@ -36,28 +40,28 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_has_its_block_size_and_format(checkpoint: Checkpoint) -> None:
-    config = with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"enforce_eager": False}})
+    config = with_engine(vllm(args={"enforce_eager": False}), checkpoint)
     assert (config.worker.block_size, config.engine.name) == (32, "vllm")
     assert config.engine.kv_format.startswith("vllm9.9/CPU_ATTN/LBHNC/vec/float32/")
     assert config.engine.args == {"enforce_eager": False}
-    plain = with_engine(MeshConfig(), checkpoint, **CHOICE)
+    plain = with_engine(vllm(), checkpoint)
     assert plain.engine.kv_format == "vllm9.9/CPU_ATTN/LBHNC/vec/float32", "what its arguments change is other KV"
     assert layout_for(config, checkpoint).whole_blocks
     assert layout_for(config, checkpoint).fingerprint != layout_for(MeshConfig(), checkpoint).fingerprint
 
 
 def test_our_own_engine_stays_as_it_was(checkpoint: Checkpoint) -> None:
-    own = CHOICE | {"name": "transformers"}
-    assert with_engine(MeshConfig(), checkpoint, **own) == MeshConfig()
-    assert with_engine(MeshConfig(), checkpoint, **own | {"block_size": 64}).worker.block_size == 64
-    for changes in ({"kv_bytes": 1}, {"args": {"a": 1}}):
-        with pytest.raises(UserError, match="are for --engine vllm"):
-            with_engine(MeshConfig(), checkpoint, **own | changes)
+    assert with_engine(MeshConfig(), checkpoint) == MeshConfig(worker=WorkerConfig(block_size=16))
+    own = MeshConfig(worker=WorkerConfig(block_size=64))
+    assert with_engine(own, checkpoint) == own
+    for flags in ({"engine_kv_mib": 1}, {"engine_args": '{"a": 1}'}):
+        with pytest.raises(UserError, match=r'kv_bytes and args are for engine\.name = "vllm"'):
+            launch_of(flags)
 
 
 def test_a_service_takes_an_engine_in_place_of_the_file_s(checkpoint: Checkpoint) -> None:
     """`kvmesh serve --engine`: what `kvmesh up` would have written, and back."""
-    written = with_engine(MeshConfig(), checkpoint, **CHOICE)
+    written = with_engine(vllm(), checkpoint)
     assert in_place_of_the_files(MeshConfig(), "vllm") == written
     assert in_place_of_the_files(written, "vllm") is written
     own = in_place_of_the_files(written, "transformers")
@@ -77,17 +81,17 @@ def test_serve_says_how_to_get_vllm(role: str, tmp_path: Path, monkeypatch: pyte
 
 def test_what_vllm_cannot_do_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(UserError, match="multiple of 32 tokens: --block-size 48"):
-        with_engine(MeshConfig(), checkpoint, **CHOICE | {"block_size": 48})
+        with_engine(vllm(WorkerConfig(block_size=48)), checkpoint)
     with pytest.raises(UserError, match="wire_dtype"):
-        with_engine(MeshConfig(worker=WorkerConfig(wire_dtype="int8")), checkpoint, **CHOICE)
+        in_place_of_the_files(MeshConfig(worker=WorkerConfig(wire_dtype="int8")), "vllm")
     with pytest.raises(UserError, match=r"engine\.args sets model: that follows from the rest of mesh\.toml"):
-        with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"model": "another"}})
+        with_engine(vllm(args={"model": "another"}), checkpoint)
     with pytest.raises(UserError, match=r"sets tensor_parallel_size, which is not served \(a worker is one process"):
-        with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"tensor_parallel_size": 2}})
+        with_engine(vllm(args={"tensor_parallel_size": 2}), checkpoint)
 
 
 def test_memory_is_looked_at_first(checkpoint: Checkpoint) -> None:
-    config = with_engine(MeshConfig(worker=WorkerConfig(kv_bytes=512 * MIB)), checkpoint, **CHOICE)
+    config = with_engine(vllm(WorkerConfig(kv_bytes=512 * MIB)), checkpoint)
     check_memory(config, checkpoint, None, num_workers=2)
     check_memory(config, checkpoint, 4 << 30, num_workers=2)
     with pytest.raises(UserError, match=r"3 .* need about 5\.4 GiB .* vLLM's .* and 4\.0 are free: lower --kv-mib"):
@@ -116,4 +120,4 @@ def test_memory_for_our_own_engine_and_a_store(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
 def test_engine_arguments_are_a_json_object(text: str) -> None:
     ran = CliRunner().invoke(app, ["up", "--engine", "vllm", "--engine-args", text])
-    assert isinstance(ran.exception, UserError) and "--engine-args is a JSON object" in str(ran.exception)
+    assert isinstance(ran.exception, UserError) and "it is a JSON object" in str(ran.exception)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.bus.embedded import EmbeddedNats
-from services.cli.up import gateway_config
+from services.cli.flags import launch_of
 from services.errors import UserError
 from services.ports import free_port
 from tests.certificates import make_certificate
@@ -32,17 +32,14 @@ def test_up_lets_others_in_with_keys_or_on_purpose(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "somewhere.example", ""])
 def test_which_addresses_let_others_in(host: str) -> None:
     with pytest.raises(UserError, match="--no-auth"):
-        gateway_config(host, **FLAGS)
-    assert gateway_config(host, **FLAGS | {"no_auth": True}).tenants == {}
-    assert gateway_config(host, **FLAGS | {"api_key": "x"}).tenants == {"x": "default"}
+        launch_of({"host": host})
+    assert launch_of({"host": host, "no_auth": True}).config.gateway.tenants == {}
+    assert launch_of({"host": host, "api_key": "x"}).config.gateway.tenants == {"x": "default"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
-    assert gateway_config(host, **FLAGS).tenants == {}
-
-
-FLAGS = {"api_key": "", "tenants": "", "no_auth": False, "hosts": "", "cors_origins": "", "tls_cert": "", "tls_key": ""}
+    assert launch_of({"host": host}).config.gateway.tenants == {}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def test_flags_that_do_not_fit_are_one_line(tmp_path: Path, keys: str, flags: di
     path.write_text(keys)
     flags = {name: str(path) if value == "KEYS" else value for name, value in flags.items()}
     with pytest.raises(UserError) as caught:
-        gateway_config("127.0.0.1", **FLAGS | flags)
+        launch_of(flags)
     said = str(caught.value)
     assert all(word in said for word in words) and "\n" not in said and len(said) < 400, said
 

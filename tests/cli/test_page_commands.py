@@ -23,7 +23,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from msgspec.structs import replace
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -33,10 +32,9 @@ from services.bus.nats import NatsBus
 from services.cli import up
 from services.cli.app import app
 from services.cli.running import RunningMesh as StateFile
-from services.config import MeshConfig, SchedulerConfig, load_config, write_config
-from services.engine.checkpoint import read_checkpoint
+from services.config import GatewayConfig, MeshConfig, WorkerConfig, load_config, write_config
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import Supervisor, UpOptions, _store_config
+from services.launch.options import Launch
 from services.ports import free_port
 from services.scheduler.placement.named import policy_named
 from services.trust.keys import MeshKeys
@@ -158,7 +156,9 @@ class Place(Scratch):
 @pytest.fixture(scope="module")
 def place(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("place")
-    options = UpOptions(port=0, num_decode=2, kv_bytes=KV_BYTES)
+    options = Launch(
+        num_decode=2, config=MeshConfig(gateway=GatewayConfig(port=0), worker=WorkerConfig(kv_bytes=KV_BYTES))
+    )
     with running_mesh(folder / ".kvmesh/run", options) as mesh:
         yield Place(mesh, folder)
 
@@ -253,20 +253,17 @@ def up_words(trial: Trial) -> list[str]:
 
 def configure(trial: Trial) -> None:
     """A mesh that is not started: its flags are taken, and make a configuration that services can read."""
-    taken: list[UpOptions] = []
+    taken: list[Launch] = []
     monkeypatch: pytest.MonkeyPatch = trial.fixtures.getfixturevalue("monkeypatch")
     folder: Path = trial.fixtures.getfixturevalue("tmp_path")
-    monkeypatch.setattr(up, "run_up", lambda options: taken.append(options) or 0)
+    monkeypatch.setattr(up, "run_up", lambda launch: taken.append(launch) or 0)
     (folder / "keys.toml").write_text('KEY = "research"')
     words = [str(folder / "keys.toml") if word == "KEYS" else word for word in up_words(trial)]
     get_command(app).main(words[1:], prog_name="kvmesh", standalone_mode=False)
-    [options] = taken
-    policy_named(SchedulerConfig(policy=options.policy))
-    supervisor = Supervisor(options, folder)
-    supervisor.checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
-    write_config(supervisor._config(options.port), folder / "mesh.toml")
-    written = load_config(folder / "mesh.toml")
-    assert (written.store, written.gateway) == (_store_config(options), replace(options.gateway, port=options.port))
+    [launch] = taken
+    policy_named(launch.config.scheduler)
+    write_config(launch.config, folder / "mesh.toml")
+    assert load_config(folder / "mesh.toml") == launch.config
 
 
 def make_keys(trial: Trial) -> None:

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from services.bench.drive.meshes import running
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig
+from services.launch.options import Launch
 from tests.clients.environments import CLIENTS, INSTALLED, MissingError, install, version
 from tests.clients.trying import Part, run_script
 
@@ -55,7 +56,7 @@ def main() -> int:
 
 async def _run(results: Mapping[str, Tried]) -> dict[str, Tried]:
     """Run the script of each client that is installed, one after another, on a mesh that splits every request."""
-    options = UpOptions(port=0, policy="round_robin")
+    options = Launch(config=MeshConfig(gateway=GatewayConfig(port=0), scheduler=SchedulerConfig(policy="round_robin")))
     async with running({MESH: options}) as supervisors:
         supervisor = supervisors[MESH]
         assert supervisor.checkpoint is not None

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig
+from services.launch.options import Launch
 from tests.clients import trying
 from tests.clients.__main__ import Tried, page
 from tests.clients.environments import CLIENTS, SCRIPTS, is_installed
@@ -17,7 +18,10 @@ from tests.mesh.processes import Mesh, RunningMesh
 @pytest.fixture(scope="module")
 def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """One that splits every request, as that of `make clients`."""
-    with running_mesh(tmp_path_factory.mktemp("clients"), UpOptions(port=0, policy="round_robin")) as mesh:
+    with running_mesh(
+        tmp_path_factory.mktemp("clients"),
+        Launch(config=MeshConfig(gateway=GatewayConfig(port=0), scheduler=SchedulerConfig(policy="round_robin"))),
+    ) as mesh:
         yield mesh
 
 

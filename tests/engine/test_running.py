@@ -52,12 +52,12 @@ class Worker:
         config = MeshConfig(
             model=ModelConfig(path=str(DEMO_MODEL_DIR)),
             worker=WorkerConfig(num_threads=1, kv_bytes=32 << 20, token_budget=64, device="cpu"),
-            engine=EngineConfig(process=in_process),
+            engine=EngineConfig(name=engine, process=in_process),
             ticket_secrets=("s" * 32,),
             tenant_seed="s" * 32,
         )
         checkpoint = read_checkpoint(str(DEMO_MODEL_DIR), engine)
-        config = with_engine(config, checkpoint, name=engine, block_size=0, kv_bytes=0, args={})
+        config = with_engine(config, checkpoint)
         self.parts = load_parts(config, "decode", WorkerId("decode-0"))
         assert isinstance(self.parts.arena, HostArena)
         self.arena = self.parts.arena.array

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from services.files import open_private
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 from tests.mesh.zygote import Zygote
 
 ResultT = TypeVar("ResultT")
@@ -16,7 +17,7 @@ ResultT = TypeVar("ResultT")
 class ForkedSupervisor(Supervisor):
     """As `kvmesh up`, but for its services being forked: what `import torch` takes is paid once."""
 
-    def __init__(self, options: UpOptions, run_dir: Path, zygote: Zygote) -> None:
+    def __init__(self, options: Launch, run_dir: Path, zygote: Zygote) -> None:
         super().__init__(options, run_dir)
         self._zygote = zygote
 

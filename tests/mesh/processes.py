@@ -19,7 +19,8 @@ from schemas.request import TokensEmitted
 from schemas.subjects import Role
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 from services.trust.keys import credentials_file
 from tests.mesh.forked import ForkedSupervisor, ForkingLoop
 from tests.promises import same_tokens
@@ -105,7 +106,7 @@ RunningMesh = Callable[..., AbstractContextManager[Mesh]]
 
 
 @contextmanager
-def running_mesh(forking: ForkingLoop, run_dir: Path, options: UpOptions, *, forked: bool = True) -> Iterator[Mesh]:
+def running_mesh(forking: ForkingLoop, run_dir: Path, options: Launch, *, forked: bool = True) -> Iterator[Mesh]:
     """Start a mesh in processes and stop it. Not `forked`: each imports everything itself, as under `kvmesh up`."""
     supervisor = ForkedSupervisor(options, run_dir, forking.zygote) if forked else Supervisor(options, run_dir)
     try:

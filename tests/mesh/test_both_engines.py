@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from schemas.worker import WorkerLoad
-from services.config import EngineName
-from services.launch.supervisor import UpOptions
+from services.config import EngineConfig, EngineName, GatewayConfig, MeshConfig, ModelConfig, WorkerConfig
+from services.launch.options import Launch
 from tests.gateway.sentencepiece import folder_with, llama
 from tests.mesh.faults.actor import engines_of, is_stopped
 from tests.mesh.processes import Mesh, RunningMesh
@@ -34,10 +34,17 @@ def mesh(
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     folder = tmp_path_factory.mktemp(engine)
-    options = UpOptions(
-        model=str(folder_with(llama(), folder / "model")), port=0, engine=engine, kv_bytes=64 << 20, num_threads=1,
-        num_prefill=0, num_decode=0, num_aggregated=1, spare_engines=1,
-    )  # fmt: skip
+    options = Launch(
+        num_prefill=0,
+        num_decode=0,
+        num_aggregated=1,
+        config=MeshConfig(
+            model=ModelConfig(path=str(folder_with(llama(), folder / "model"))),
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(kv_bytes=64 << 20, num_threads=1),
+            engine=EngineConfig(name=engine, spares=1),
+        ),
+    )
     with running_mesh(folder / "run", options, forked=False) as running:
         yield running
 

@@ -9,9 +9,10 @@ import pytest
 
 from schemas.request import SamplingParams
 from services.bench.drive.make_checkpoint import make_random_checkpoint
+from services.config import GatewayConfig, MeshConfig, ModelConfig, StoreConfig, WorkerConfig
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
 from tests.promises import nothing_wrong
@@ -48,10 +49,16 @@ def test_conversations(
 ) -> None:
     """With 64 blocks a worker everything is evicted all the time; a store then keeps what the workers cannot."""
     block_bytes = layout_of(read_checkpoint(str(DEMO_MODEL_DIR))).block_bytes
-    options = UpOptions(
-        num_prefill=2, num_decode=2, carrier=carrier, port=0, kv_bytes=num_blocks * block_bytes, store=store,  # type: ignore[arg-type]
-        store_dir=str(tmp_path / "store") if store else "",
-    )  # fmt: skip
+    options = Launch(
+        num_prefill=2,
+        num_decode=2,
+        store=store,
+        config=MeshConfig(
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(carrier=carrier, kv_bytes=num_blocks * block_bytes),
+            store=StoreConfig(path=str(tmp_path / "store") if store else ""),
+        ),
+    )
     computed: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     with running_mesh(tmp_path / "run", options) as mesh:
@@ -95,7 +102,15 @@ def test_hybrid_models_say_what_transformers_says(
         tmp_path / "model", architecture=architecture, vocab=512, context_length=2048, sliding_window=64, **fields
     )
     judge = Judge(folder)
-    options = UpOptions(model=str(folder), num_prefill=2, num_decode=2, port=0, kv_bytes=8 << 20, token_budget=128)
+    options = Launch(
+        num_prefill=2,
+        num_decode=2,
+        config=MeshConfig(
+            model=ModelConfig(path=str(folder)),
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(kv_bytes=8 << 20, token_budget=128),
+        ),
+    )
     reused = 0
     with running_mesh(tmp_path / "run", options) as mesh:
         talks = in_parallel([lambda n=n: talk(mesh, n, ignore_eos=False) for n in range(6)], 3)

@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from schemas.request import SamplingParams
+from services.config import GatewayConfig, MeshConfig, WorkerConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from tests.corpus import make_fact_prompt
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
@@ -95,7 +96,11 @@ def test_requests_16_at_a_time_through_2p2d(
 ) -> None:
     monkeypatch.setenv("KVMESH_TIME_SCALE", "20")  # a busy machine is no fault
     cases = cases[:num_requests]
-    options = UpOptions(num_prefill=2, num_decode=2, carrier=carrier, port=0)  # type: ignore[arg-type]
+    options = Launch(
+        num_prefill=2,
+        num_decode=2,
+        config=MeshConfig(gateway=GatewayConfig(port=0), worker=WorkerConfig(carrier=carrier)),
+    )  # type: ignore[arg-type]
     with running_mesh(tmp_path, options) as mesh, TokenRecorder(mesh) as recorder:
         jobs = [lambda case=case: send(mesh, case) for case in cases]
         request_ids = in_parallel(jobs, WIDTH)

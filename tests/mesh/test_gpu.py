@@ -4,12 +4,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from services.cli.trace import load_spans
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, ModelConfig, WorkerConfig
+from services.launch.options import Launch
 from services.telemetry import Key, SpanName
 from tests.gpu import needs_gpu
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
@@ -29,12 +29,19 @@ CASES = {
 """The devices of two prefill and two decode workers, in turn; the carrier asked for; the one taken."""
 
 
-def options(devices: tuple[str, ...], carrier: str, **fields: Any) -> UpOptions:
+def options(devices: tuple[str, ...], carrier: str) -> Launch:
     """The demo model's weights are float32, and so are its numbers on a card: only rounding differs."""
     per_worker = tuple(device for device in devices for _ in range(2)) if len(devices) > 1 else devices
-    return UpOptions(
-        num_prefill=2, num_decode=2, carrier=carrier, port=0, devices=per_worker, dtype="float32", **fields  # type: ignore[arg-type]
-    )  # fmt: skip
+    return Launch(
+        num_prefill=2,
+        num_decode=2,
+        devices=per_worker,
+        config=MeshConfig(
+            model=ModelConfig(dtype="float32"),
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(carrier=carrier),  # type: ignore[arg-type]
+        ),
+    )
 
 
 @needs_gpu

@@ -1,7 +1,6 @@
 """Logarithms through real processes, split, cached and over a killed worker, equal transformers' own."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.config import GatewayConfig, MeshConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.mesh.processes import Mesh, RunningMesh
 
 TOLERANCE = 1e-4
@@ -51,11 +52,11 @@ def largest_difference(choice: dict[str, Any], prompt: list[int]) -> float:
 
 
 def echoes_split_and_cached(
-    running_mesh: RunningMesh, folder: Path, options: UpOptions, tolerance: float = TOLERANCE
+    running_mesh: RunningMesh, folder: Path, options: Launch, tolerance: float = TOLERANCE
 ) -> None:
     """Ask for prompts back with logarithms, where they are cached, on a mesh of one prefill and one decode worker."""
     worst = 0.0
-    with running_mesh(folder, replace(options, num_prefill=1, num_decode=1, port=0)) as mesh:
+    with running_mesh(folder, changed(options, {"num_prefill": 1, "num_decode": 1, "config.gateway.port": 0})) as mesh:
         for length in (2, 17, 60, 700):
             prompt, had = prompt_of(length), None
             asked = {"max_tokens": 12, "echo": True, "logprobs": NUM_TOP, "return_token_ids": True, "ignore_eos": True}
@@ -76,13 +77,15 @@ def echoes_split_and_cached(
 
 @pytest.mark.timeout(300)
 def test_echoed_prompts_split_and_cached(running_mesh: RunningMesh, tmp_path: Path) -> None:
-    echoes_split_and_cached(running_mesh, tmp_path, UpOptions())
+    echoes_split_and_cached(running_mesh, tmp_path, Launch())
 
 
 @pytest.mark.timeout(300)
 def test_only_the_prompt(running_mesh: RunningMesh, tmp_path: Path) -> None:
     """What lm-eval asks for: how likely a continuation is, and nothing more."""
-    with running_mesh(tmp_path, UpOptions(num_prefill=1, num_decode=1, port=0)) as mesh:
+    with running_mesh(
+        tmp_path, Launch(num_prefill=1, num_decode=1, config=MeshConfig(gateway=GatewayConfig(port=0)))
+    ) as mesh:
         prompt = prompt_of(30)
         answer = mesh.complete(prompt, max_tokens=0, echo=True, logprobs=NUM_TOP, return_token_ids=True)
         (choice,) = answer["choices"]
@@ -96,7 +99,9 @@ def test_an_answer_over_a_killed_decode_worker(running_mesh: RunningMesh, tmp_pa
     body = {"prompt": prompt, "max_tokens": 120, "temperature": 0.9, "seed": 4, "logprobs": NUM_TOP, "stream": True,
             "frequency_penalty": 0.5, "repetition_penalty": 1.1, "ignore_eos": True, "return_token_ids": True,
             "stream_options": {"include_usage": True}, "echo": True}  # fmt: skip
-    with running_mesh(tmp_path, UpOptions(num_prefill=1, num_decode=2, port=0)) as mesh:
+    with running_mesh(
+        tmp_path, Launch(num_prefill=1, num_decode=2, config=MeshConfig(gateway=GatewayConfig(port=0)))
+    ) as mesh:
         whole, _ = stream(mesh, body, kill_after=None)
         answers = (stream(mesh, body, kill_after=10) for _ in range(NUM_TRIES))
         answer, usage = next(found for found in answers if found[1]["kvmesh"]["num_retries"])

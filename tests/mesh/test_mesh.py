@@ -22,7 +22,8 @@ from schemas.subjects import Role
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.trace import SpanRecord, find_trace, load_spans
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig
+from services.launch.options import Launch
 from tests.cli.commands import ENDS_WITHIN_S, QUESTION, end_as_it_starts, may_be_process_1
 from tests.corpus import make_fact_prompt
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
@@ -41,7 +42,9 @@ def fresh(num_tokens: int = 40) -> list[int]:
 
 @pytest.fixture(scope="module")
 def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with running_mesh(tmp_path_factory.mktemp("mesh"), UpOptions(port=0)) as running:
+    with running_mesh(
+        tmp_path_factory.mktemp("mesh"), Launch(config=MeshConfig(gateway=GatewayConfig(port=0)))
+    ) as running:
         yield running
 
 
@@ -334,7 +337,7 @@ def test_the_log_files_are_quiet(mesh: Mesh) -> None:
 
 
 def test_without_the_split_one_worker_does_both(running_mesh: RunningMesh, tmp_path: Path) -> None:
-    options = UpOptions(num_prefill=0, num_decode=0, num_aggregated=1, port=0)
+    options = Launch(num_prefill=0, num_decode=0, num_aggregated=1, config=MeshConfig(gateway=GatewayConfig(port=0)))
     with running_mesh(tmp_path, options) as whole:
         answer = whole.complete(QUESTION)
         kvmesh = answer["usage"]["kvmesh"]
@@ -345,7 +348,7 @@ def test_without_the_split_one_worker_does_both(running_mesh: RunningMesh, tmp_p
 
 
 def test_a_mesh_without_workers_says_503_and_when_to_try_again(running_mesh: RunningMesh, tmp_path: Path) -> None:
-    options = UpOptions(num_prefill=1, num_decode=0, port=0)
+    options = Launch(num_prefill=1, num_decode=0, config=MeshConfig(gateway=GatewayConfig(port=0)))
     with running_mesh(tmp_path, options) as half:
         response = half.client.post("/v1/completions", json={"model": half.model, "prompt": "x"})
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1

@@ -25,7 +25,8 @@ from schemas.message import decode
 from schemas.observe import RequestDescribed, WorkerDescribed
 from schemas.subjects import SUBJECTS, Role, Subject
 from schemas.worker import FleetDescribed
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig
+from services.launch.options import Launch
 from tests.mesh.processes import Mesh, RunningMesh
 from tests.pages import listening
 from tests.pages.listening import LISTENING
@@ -54,7 +55,7 @@ SERVED: dict[str, set[Subject[Any, Any]]] = {
 
 @pytest.fixture(scope="module")
 def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    options = UpOptions(port=0, num_gateways=2, store="memory")
+    options = Launch(num_gateways=2, store="memory", config=MeshConfig(gateway=GatewayConfig(port=0)))
     with running_mesh(tmp_path_factory.mktemp("readable"), options) as running:
         yield running
 

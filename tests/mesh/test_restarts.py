@@ -12,8 +12,9 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from services.config import GatewayConfig, MeshConfig, WorkerConfig
+from services.launch.options import Launch
 from services.launch.restart import Child
-from services.launch.supervisor import UpOptions
 from services.restarts import ENDS_WITHIN_S, LONGEST_REST_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S, Restarts
 from tests.cli.commands import KVMESH, assert_one_line
 from tests.mesh.processes import Mesh, RunningMesh
@@ -21,7 +22,12 @@ from tests.mesh.processes import Mesh, RunningMesh
 
 @pytest.fixture(scope="module")
 def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    options = UpOptions(port=0, num_schedulers=2, num_directories=2, num_gateways=2, kv_bytes=64 * 1024 * 1024)
+    options = Launch(
+        num_schedulers=2,
+        num_directories=2,
+        num_gateways=2,
+        config=MeshConfig(gateway=GatewayConfig(port=0), worker=WorkerConfig(kv_bytes=64 * 1024 * 1024)),
+    )
     with running_mesh(tmp_path_factory.mktemp("restarts"), options) as running:
         yield running
 

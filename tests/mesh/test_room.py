@@ -9,8 +9,8 @@ import pytest
 
 from services.bench.burst import Meter
 from services.bench.drive.meshes import running
-from services.config import EngineName
-from services.launch.supervisor import UpOptions
+from services.config import EngineConfig, EngineName, GatewayConfig, MeshConfig, WorkerConfig
+from services.launch.options import Launch
 from tests.waiting import PATIENCE_S
 
 NUM_REQUESTS, NUM_TOKENS, MAX_TOKENS = 64, 1_000, 64
@@ -22,7 +22,13 @@ async def test_a_burst_beyond_the_room_computes_each_prompt_once(engine: EngineN
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     rng = random.Random(18)
-    options = UpOptions(port=0, engine=engine, kv_bytes=8 << 20, num_threads=1)
+    options = Launch(
+        config=MeshConfig(
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(kv_bytes=8 << 20, num_threads=1),
+            engine=EngineConfig(name=engine),
+        )
+    )
     async with running({engine: options}) as meshes, httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as http:
         mesh = meshes[engine]
         meter = await Meter.of(mesh)

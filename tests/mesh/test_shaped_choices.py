@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from schemas.request import SamplingParams
+from services.config import MeshConfig, WorkerConfig
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.mesh.faults.truth import DOCUMENT_TOKENS, GRAMMAR, Alone, Documents
 from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.mesh.reference import Case, SingleProcess
@@ -131,20 +133,22 @@ def choice_of(case: Case, number: int) -> Case:
     return Case(case.prompt, sampling)
 
 
-def survives_everything(running_mesh: RunningMesh, folder: Path, options: UpOptions, single: Alone) -> None:
+def survives_everything(running_mesh: RunningMesh, folder: Path, options: Launch, single: Alone) -> None:
     """Ask for every shape split, cached, resumed and from the store, on a mesh of two of each with such options."""
     cases = {name: case_of(number, shape) for number, (name, shape) in enumerate(SHAPES.items())}
     expected = {name: [single(choice_of(case, at), at) for at in range(NUM_CHOICES)] for name, case in cases.items()}
     assert all(len({tuple(answer) for answer in expected[name]}) > 1 for name in SHAPES if "drawn" in name)
-    options = replace(
+    options = changed(
         options,
-        num_prefill=2,
-        num_decode=2,
-        port=0,
-        policy="tests.scheduler.policies:reads_what_it_can",  # however the workers' measured times come out
-        carrier="tcp",
-        store="disk",
-        store_dir=str(folder / "store"),
+        {
+            "num_prefill": 2,
+            "num_decode": 2,
+            "config.gateway.port": 0,
+            "config.scheduler.policy": "tests.scheduler.policies:reads_what_it_can",
+            "config.worker.carrier": "tcp",
+            "store": "disk",
+            "config.store.path": str(folder / "store"),
+        },
     )
     with running_mesh(folder / "run", options) as mesh:
         asking = Asking(mesh, expected, cases)
@@ -161,4 +165,6 @@ def survives_everything(running_mesh: RunningMesh, folder: Path, options: UpOpti
 @pytest.mark.timeout(600)
 def test_choices_survive_everything(running_mesh: RunningMesh, tmp_path: Path, single: SingleProcess) -> None:
     kv_bytes = NUM_BLOCKS * layout_of(read_checkpoint(str(DEMO_MODEL_DIR))).block_bytes
-    survives_everything(running_mesh, tmp_path, UpOptions(kv_bytes=kv_bytes), single.run)
+    survives_everything(
+        running_mesh, tmp_path, Launch(config=MeshConfig(worker=WorkerConfig(kv_bytes=kv_bytes))), single.run
+    )

@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from schemas.request import SamplingParams
+from services.config import GatewayConfig, MeshConfig, WorkerConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from tests.corpus import make_fact_prompt
 from tests.mesh.processes import RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
@@ -40,7 +41,11 @@ def test_a_burst_of_one_prompt_is_answered_as_by_one_process(
     carrier: str, running_mesh: RunningMesh, tmp_path: Path, single: SingleProcess, judge: Judge
 ) -> None:
     asked = cases()
-    options = UpOptions(num_prefill=2, num_decode=2, carrier=carrier, port=0)  # type: ignore[arg-type]
+    options = Launch(
+        num_prefill=2,
+        num_decode=2,
+        config=MeshConfig(gateway=GatewayConfig(port=0), worker=WorkerConfig(carrier=carrier)),
+    )  # type: ignore[arg-type]
     with running_mesh(tmp_path, options) as mesh:
 
         def send(case: Case) -> dict[str, Any]:

@@ -14,12 +14,20 @@ from schemas import subjects
 from schemas.observe import DescribeRequest, RequestDescribed
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
-from services.launch.supervisor import Supervisor, UpOptions
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
 from tests.pages.limits import SETTLE_S, TIMEOUT_S
 
 KV_BYTES = 8 * 1024 * 1024
 """So little that a request may be too large for every worker."""
-OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=KV_BYTES, replicate=True)
+OPTIONS = Launch(
+    num_prefill=2,
+    num_decode=2,
+    config=MeshConfig(
+        gateway=GatewayConfig(port=0), scheduler=SchedulerConfig(replicate=True), worker=WorkerConfig(kv_bytes=KV_BYTES)
+    ),
+)
 TOO_LARGE = 6_000
 """Tokens of a prompt that fits the model's context and no worker."""
 LONG_ANSWER = 600
@@ -28,7 +36,7 @@ SEED = 20261121
 
 
 @asynccontextmanager
-async def running_mesh(options: UpOptions = OPTIONS) -> AsyncGenerator[Supervisor]:
+async def running_mesh(options: Launch = OPTIONS) -> AsyncGenerator[Supervisor]:
     """Run a mesh of processes while the block runs. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-scene-") as folder:
         supervisor = Supervisor(options, Path(folder))

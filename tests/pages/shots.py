@@ -15,12 +15,17 @@ from services.cli import top
 from services.cli.board import Board
 from services.cli.recorded import find_trace, load_spans
 from services.cli.trace import render_waterfall
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, WorkerConfig
+from services.launch.options import Launch
 from services.trust.keys import BusAccess
 from tests.pages.limits import SETTLE_S, WATCH_S
 from tests.pages.scene import Scene, running_mesh
 
-OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=48 * 1024 * 1024)
+OPTIONS = Launch(
+    num_prefill=2,
+    num_decode=2,
+    config=MeshConfig(gateway=GatewayConfig(port=0), worker=WorkerConfig(kv_bytes=48 * 1024 * 1024)),
+)
 TOP_WIDTH, TRACE_WIDTH = 80, 120
 NUM_CLIENTS = 10
 PROMPT_TOKENS = (100, 400, 900)

@@ -13,11 +13,14 @@ from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.observe import RunStage
 from schemas.subjects import SUBJECTS, Permit, Role, Subject
 from services.cli.app import app
+from services.cli.flags import FLAGS
+from services.config import MeshConfig
 from services.errors import UserError
 from services.gateway.api.capabilities import BODIES, parameters_of
 from services.holder.core.attempt import STAGES_AFTER
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
 from services.metrics import MetricName
+from services.settings import settings_of
 from services.worker.core import TABLE
 from tests.bench import links
 from tests.pages.message_tables import message_tables
@@ -124,10 +127,16 @@ def flags_table() -> str:
     options = [option for option in kvmesh.commands["up"].params if isinstance(option, TyperOption)]
     rows = [
         f"| {', '.join(f'`{name}`' for name in (*option.opts, *option.secondary_opts))} | {_default(option)} "
-        f"| {option.help} |"
+        f"| {_key_of(option)} | {option.help} |"
         for option in options
     ]
-    return "\n".join(["| flag | default | what it says |", "|---|---|---|", *rows])
+    return "\n".join(["| flag | default | key of `mesh.toml` | what it says |", "|---|---|---|---|", *rows])
+
+
+def variables_table() -> str:
+    """Return every variable of the environment that sets a key of `mesh.toml`, as a Markdown table."""
+    rows = [f"| `{setting.variable}` | `{setting.path}` |" for setting in settings_of(MeshConfig()) if setting.variable]
+    return "\n".join(["| variable | key of `mesh.toml` |", "|---|---|", *rows])
 
 
 Sections = dict[str, Callable[[], str]]
@@ -148,7 +157,7 @@ PAGES: dict[str, Sections] = {
         "messages": message_tables,
     },
     "docs/security.md": {"permissions": permissions_table},
-    "docs/usage.md": {"flags": flags_table},
+    "docs/usage.md": {"flags": flags_table, "variables": variables_table},
 }
 """The generated sections of each page."""
 
@@ -188,10 +197,14 @@ def _served_by(roles: tuple[str, ...]) -> str:
 
 
 def _default(option: TyperOption) -> str:
-    if isinstance(option.default, bool):
-        return "on" if option.default else "off"
-    default = option.show_default if option.default is None else option.default
-    return "" if default == "" else f"`{default}`"
+    return f"`{option.show_default}`" if option.show_default else ""
+
+
+def _key_of(option: TyperOption) -> str:
+    """Return where the file says what a flag says; empty: it does not."""
+    assert option.name is not None
+    path = FLAGS[option.name][0].path if option.name in FLAGS else ""
+    return f"`{path.removeprefix('config.')}`" if path.startswith("config.") else ""
 
 
 def _carries(subject: Subject[Any, Any]) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, TelemetryConfig, WorkerConfig
+from services.launch.options import Launch
 from services.ports import free_port
 from services.telemetry import Key, SpanName
 from tests.mesh.processes import Mesh, RunningMesh, in_parallel
@@ -106,10 +107,16 @@ def one(mesh: Mesh, number: int) -> str:
 def test_100_requests_make_100_whole_trees_and_no_orphan(
     phoenix: httpx.Client, running_mesh: RunningMesh, tmp_path: Path
 ) -> None:
-    options = UpOptions(
-        port=0, num_prefill=2, num_decode=2, kv_bytes=64 << 20, num_threads=1, unsplit_tokens_max=0,
-        otlp_endpoint=str(phoenix.base_url).rstrip("/"),
-    )  # fmt: skip
+    options = Launch(
+        num_prefill=2,
+        num_decode=2,
+        config=MeshConfig(
+            gateway=GatewayConfig(port=0),
+            scheduler=SchedulerConfig(unsplit_tokens_max=0),
+            worker=WorkerConfig(kv_bytes=64 << 20, num_threads=1),
+            telemetry=TelemetryConfig(otlp_endpoint=str(phoenix.base_url).rstrip("/")),
+        ),
+    )
     num_requests = NUM_PLAIN + NUM_CANCELLED + NUM_INVALID
     with running_mesh(tmp_path, options) as mesh:
         trace_ids = set(in_parallel([lambda n=n: one(mesh, n) for n in range(num_requests)], CONCURRENCY))

@@ -13,7 +13,8 @@ import pytest
 
 from schemas.request import Reuse
 from services.cli.trace import show_trace
-from services.launch.supervisor import UpOptions
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
+from services.launch.options import Launch
 from services.sim.verdict.traces import MAX_RESIDUAL, ttft_residual
 from services.telemetry import Key, SpanName, SpanRecord
 from services.times import SchedulerTimes
@@ -21,7 +22,15 @@ from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.sim.trees import GOLDEN, draw
 
 NUM_REQUESTS = 500
-OPTIONS = UpOptions(port=0, num_prefill=1, num_decode=1, kv_bytes=64 << 20, num_threads=1, unsplit_tokens_max=0)
+OPTIONS = Launch(
+    num_prefill=1,
+    num_decode=1,
+    config=MeshConfig(
+        gateway=GatewayConfig(port=0),
+        scheduler=SchedulerConfig(unsplit_tokens_max=0),
+        worker=WorkerConfig(kv_bytes=64 << 20, num_threads=1),
+    ),
+)
 
 
 def spans_in(folder: Path) -> list[SpanRecord]:

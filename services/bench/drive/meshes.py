@@ -4,7 +4,6 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +11,20 @@ from services.bench.drive.http_client import Client, base_url, open_http
 from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import SHAPE, make_model
 from services.bench.limits import RESTART_INTERVAL_S, RESTART_TIMEOUT_S
+from services.config import GatewayConfig, MeshConfig, ModelConfig
 from services.engine.checkpoint import read_checkpoint
 from services.errors import UserError
 from services.launch.known_workers import describe_fleet
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
+from services.settings import changed
 
 SPLIT, WHOLE = "split", "whole"
 RECOMPUTE, CACHE_ONLY, AFFINITY, BOTH = "recompute", "prefix_cache_only", "affinity", "both_directions"
 
 
 @asynccontextmanager
-async def running(meshes: Mapping[str, UpOptions]) -> AsyncGenerator[dict[str, Supervisor]]:
+async def running(meshes: Mapping[str, Launch]) -> AsyncGenerator[dict[str, Supervisor]]:
     """Start every mesh, one after another, and stop them all at the end. Raises UserError."""
     async with AsyncExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bench-")))
@@ -36,20 +38,20 @@ async def running(meshes: Mapping[str, UpOptions]) -> AsyncGenerator[dict[str, S
 @asynccontextmanager
 async def split_and_whole(model: str) -> AsyncGenerator[dict[str, str]]:
     """Run a mesh with one prefill and one decode worker and one with two aggregated workers; give the URL of each."""
-    split = UpOptions(model=model, port=0)
-    whole = UpOptions(model=model, port=0, num_prefill=0, num_decode=0, num_aggregated=2)
+    split = Launch(config=MeshConfig(model=ModelConfig(path=model), gateway=GatewayConfig(port=0)))
+    whole = changed(split, {"num_prefill": 0, "num_decode": 0, "num_aggregated": 2})
     async with running({SPLIT: split, WHOLE: whole}) as supervisors:
         yield urls_of(supervisors)
 
 
-def reuse_modes(options: UpOptions) -> dict[str, UpOptions]:
+def reuse_modes(options: Launch) -> dict[str, Launch]:
     """Return the options of four meshes that differ in their reuse of KV: none; each worker's own prefix cache, placed
     by load; the same, with prompts that begin alike on the same workers; reads from any worker."""
     return {
-        RECOMPUTE: replace(options, prefix_cache=False, policy="least_loaded"),
-        CACHE_ONLY: replace(options, policy="least_loaded"),
-        AFFINITY: replace(options, policy="affinity"),
-        BOTH: replace(options, policy="cost"),
+        RECOMPUTE: changed(options, {"config.worker.prefix_cache": False, "config.scheduler.policy": "least_loaded"}),
+        CACHE_ONLY: changed(options, {"config.scheduler.policy": "least_loaded"}),
+        AFFINITY: changed(options, {"config.scheduler.policy": "affinity"}),
+        BOTH: changed(options, {"config.scheduler.policy": "cost"}),
     }
 
 
@@ -89,7 +91,7 @@ class Served(NamedTuple):
 
 @asynccontextmanager
 async def serving(
-    meshes: Callable[[UpOptions], Mapping[str, UpOptions]], options: UpOptions, url: str = ""
+    meshes: Callable[[Launch], Mapping[str, Launch]], options: Launch, url: str = ""
 ) -> AsyncGenerator[Served]:
     """Start the meshes that `meshes` makes of the options, or use the gateway at `url` under that name.
 
@@ -101,8 +103,10 @@ async def serving(
             client = await Client.open(http, base_url(url))
             yield Served({base_url(url): client}, SHAPE["vocab"], None, {})
             return
-        model, num_parameters = await stack.enter_async_context(model_folder(options.model))
-        supervisors = await stack.enter_async_context(running(meshes(replace(options, model=model, port=0))))
+        model, num_parameters = await stack.enter_async_context(model_folder(options.config.model.path))
+        supervisors = await stack.enter_async_context(
+            running(meshes(changed(options, {"config.model.path": model, "config.gateway.port": 0})))
+        )
         clients = {name: await Client.open(http, supervisor.url) for name, supervisor in supervisors.items()}
         yield Served(clients, read_checkpoint(model).vocab_size, num_parameters, supervisors)
 
@@ -134,7 +138,7 @@ def rotated(names: Iterable[str], turn: int) -> list[str]:
 
 
 @asynccontextmanager
-async def _mesh(options: UpOptions, run_dir: Path) -> AsyncGenerator[Supervisor]:
+async def _mesh(options: Launch, run_dir: Path) -> AsyncGenerator[Supervisor]:
     supervisor = Supervisor(options, run_dir)
     try:
         await supervisor.start_all()

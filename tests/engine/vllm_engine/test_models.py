@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from services.bench.drive.meshes import running
+from services.config import EngineConfig, GatewayConfig, MeshConfig, ModelConfig, WorkerConfig
 from services.engine.checkpoint import read_checkpoint
 from services.errors import CheckpointError
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from tests.engine.rig import make_tiny
 from tests.engine.vllm_engine.quantized import CONFIGS, quantize
 from tests.engine.vllm_engine.test_vllm_mesh import ask_all, num_computed, questions, until_free
@@ -83,7 +84,14 @@ async def test_windows_cross_between_workers(tmp_path: Path) -> None:
     architecture, fields = MODELS["windows-of-five-in-six"]
     model = make_tiny(tmp_path / "model", architecture, **SHAPE, **fields)
     single, judge = SingleProcess(model), Judge(model)
-    options = UpOptions(port=0, model=str(model), engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160)
+    options = Launch(
+        config=MeshConfig(
+            model=ModelConfig(path=str(model)),
+            gateway=GatewayConfig(port=0),
+            worker=WorkerConfig(kv_bytes=64 << 20, num_threads=1, token_budget=160),
+            engine=EngineConfig(name="vllm"),
+        )
+    )
     asked = questions(16, vocab_size=500)
     async with running({"vllm": options}) as meshes:
         answers = await ask_all(meshes["vllm"].url, asked, model="model")

@@ -3,7 +3,6 @@ hangs, is asked to stop or is damaged on its way."""
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from schemas.block import split_hashes
 from schemas.directory import BlocksStored
 from schemas.message import decode
 from schemas.request import SamplingParams
+from services.settings import changed
 from services.sim.scenario import Scenario, load_scenario
 from tests.engine.vllm_engine.conftest import World
 from tests.mesh.faults.client import Stream
@@ -45,7 +45,7 @@ def both_roles(phase: str) -> tuple[str, str]:
 def mesh(real_world: World, forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMesh]:
     """One mesh for all, two workers of each role: whatever dies is started again, and must be as good as new."""
     truth = make_truth(NUM_CASES, lambda case, _: real_world.reference(case.prompt, case.sampling))
-    options = replace(OPTIONS, engine="vllm", replicate=True)
+    options = changed(OPTIONS, {"config.engine.name": "vllm", "config.scheduler.replicate": True})
     around = fault_mesh(tmp_path_factory.mktemp("faults"), truth, forking.zygote, options)
     yield forking.run(around.__aenter__())
     forking.run(around.__aexit__(None, None, None))
@@ -101,7 +101,9 @@ def test_what_decoding_completes_outlives_its_worker(real_world: World, forking:
 def test_a_full_worker_s_answer_makes_room(real_world: World, forking: ForkingLoop, tmp_path: Path) -> None:
     layout = real_world.link.layout
     room = ROOM // layout.block_size * layout.block_bytes
-    options = replace(OPTIONS, engine="vllm", kv_bytes=room, engine_kv_bytes=2 * room)
+    options = changed(
+        OPTIONS, {"config.engine.name": "vllm", "config.worker.kv_bytes": room, "config.engine.kv_bytes": 2 * room}
+    )
     an_answer_makes_room(forking, tmp_path, options, lambda case, _: real_world.reference(case.prompt, case.sampling))
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from schemas.request import SamplingParams
 from services.bench.drive.meshes import running
-from services.config import MeshConfig
+from services.config import EngineConfig, GatewayConfig, MeshConfig, WorkerConfig
 from services.errors import UserError
 from services.launch.known_workers import describe_fleet
-from services.launch.supervisor import Supervisor, UpOptions
+from services.launch.options import Launch
+from services.launch.supervisor import Supervisor
+from services.settings import changed
 from tests.cli.commands import ENDS_WITHIN_S, end_as_it_starts, may_be_process_1
 from tests.engine.vllm_engine.conftest import World
 from tests.engine.vllm_engine.test_logprobs import TOLERANCE
@@ -29,7 +30,13 @@ from tests.mesh.test_shaped_choices import survives_everything
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-OPTIONS = UpOptions(port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160)
+OPTIONS = Launch(
+    config=MeshConfig(
+        gateway=GatewayConfig(port=0),
+        worker=WorkerConfig(kv_bytes=64 << 20, num_threads=1, token_budget=160),
+        engine=EngineConfig(name="vllm"),
+    )
+)
 CONCURRENCY = 4
 
 
@@ -113,7 +120,7 @@ async def test_a_burst_of_one_prompt_is_computed_once(real_world: World) -> None
     """Four clients at once, on two prefill workers: each full block of it is computed by one of them."""
     asked = [replace(one, prompt=one.prompt[:1] + [11] * 999) for one in questions(1) * 4]
     expected = real_world.reference(asked[0].prompt, asked[0].sampling)
-    async with running({"vllm": replace(OPTIONS, num_prefill=2, num_decode=2)}) as meshes:
+    async with running({"vllm": changed(OPTIONS, {"num_prefill": 2, "num_decode": 2})}) as meshes:
         mesh = meshes["vllm"]
         got = await ask_all(mesh.url, asked)
         assert [tokens for tokens, _ in got] == [expected] * 4
@@ -136,13 +143,15 @@ def test_workers_that_are_killed_cost_no_token(real_world: World, running_mesh: 
         await until_free(mesh)
         return [tokens for tokens, _ in got]
 
-    with running_mesh(tmp_path, replace(OPTIONS, num_prefill=2, num_decode=2)) as mesh:
+    with running_mesh(tmp_path, changed(OPTIONS, {"num_prefill": 2, "num_decode": 2})) as mesh:
         assert mesh.call(while_two_die(mesh.supervisor)) == expected
 
 
 def test_shaped_choices_survive_everything(real_world: World, running_mesh: RunningMesh, tmp_path: Path) -> None:
     block_bytes = real_world.link.layout.block_bytes
-    options = replace(OPTIONS, kv_bytes=96 * block_bytes, engine_kv_bytes=100 * block_bytes)
+    options = changed(
+        OPTIONS, {"config.worker.kv_bytes": 96 * block_bytes, "config.engine.kv_bytes": 100 * block_bytes}
+    )
     survives_everything(
         running_mesh, tmp_path, options, lambda case, _: real_world.reference(case.prompt, case.sampling)
     )
@@ -166,10 +175,9 @@ def test_a_worker_ends_whenever_it_is_told_to(running_mesh: RunningMesh, tmp_pat
 class MixedFleet(ForkedSupervisor):
     """Its mesh.toml was written where vLLM packs its blocks otherwise."""
 
-    def _config(self, port: int) -> MeshConfig:
-        config = super()._config(port)
-        engine = msgspec.structs.replace(config.engine, kv_format=config.engine.kv_format.replace("LBHNC", "LBNHC"))
-        return msgspec.structs.replace(config, engine=engine)
+    def _config(self) -> MeshConfig:
+        config = super()._config()
+        return changed(config, {"engine.kv_format": config.engine.kv_format.replace("LBHNC", "LBNHC")})
 
 
 def test_a_worker_of_another_format_does_not_start(forking: ForkingLoop, tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
 """Memory that is too small for the load, and a store behind it: what vLLM computed, evicted, kept on disk and read by
 another mesh gives the tokens of a single vLLM. Another engine's mesh is never given it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.config import EngineConfig, GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.engine.vllm_engine.conftest import World
 from tests.engine.vllm_engine.test_vllm_mesh import ask_all, questions
 from tests.mesh.processes import Mesh, RunningMesh
@@ -34,11 +35,18 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
 ) -> None:
     monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path / "state"))
     block_bytes = real_world.link.layout.block_bytes
-    options = UpOptions(
-        port=0, engine="vllm", block_size=BLOCK_SIZE, num_threads=1, token_budget=160,
-        kv_bytes=NUM_BLOCKS * block_bytes, engine_kv_bytes=(NUM_BLOCKS + 4) * block_bytes, store="disk",
-        store_dir=str(tmp_path / "store"), policy="tests.scheduler.policies:reads_what_it_can",
-    )  # fmt: skip
+    options = Launch(
+        store="disk",
+        config=MeshConfig(
+            gateway=GatewayConfig(port=0),
+            scheduler=SchedulerConfig(policy="tests.scheduler.policies:reads_what_it_can"),
+            worker=WorkerConfig(
+                block_size=BLOCK_SIZE, num_threads=1, token_budget=160, kv_bytes=NUM_BLOCKS * block_bytes
+            ),
+            engine=EngineConfig(name="vllm", kv_bytes=(NUM_BLOCKS + 4) * block_bytes),
+            store=StoreConfig(path=str(tmp_path / "store")),
+        ),
+    )
     asked = questions(16, seed=7)
     expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
 
@@ -55,7 +63,7 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
         assert tokens == expected and num_read > 0, "what was evicted is read back"
         mesh.assert_no_blocks_held()
 
-    own = replace(options, engine="transformers", engine_kv_bytes=0)
+    own = changed(options, {"config.engine.name": "transformers", "config.engine.kv_bytes": 0})
     single, judge = SingleProcess(DEMO_MODEL_DIR), Judge(DEMO_MODEL_DIR)
     with running_mesh(tmp_path / "own", own) as mesh:
         tokens, num_read = answers(mesh)

@@ -5,7 +5,6 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 
 from rich import box
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from services.settings import changed
 from tests.mesh.attack import bus, http, ports
 from tests.mesh.attack.findings import FINDINGS, Tested, tests_of
 from tests.mesh.attack.mesh import WIDTH, Attack, Row, Target, attacked, under_load
@@ -70,7 +70,7 @@ async def run_attacks(chosen: dict[str, Attack], pauses_s: tuple[float, ...], do
                     done(await under_load(Target(mesh), name, attack, 0 if name in TIMED else WIDTH))
                     await mesh.settle()
         for num_schedulers in (1, 2) if pauses_s else ():
-            async with attacked(truth, zygote, replace(OPTIONS, num_schedulers=num_schedulers)) as mesh:
+            async with attacked(truth, zygote, changed(OPTIONS, {"num_schedulers": num_schedulers})) as mesh:
                 found = await ports.paused_broker(Target(mesh), pauses_s)
             name = f"a broker that stands still, schedulers: {num_schedulers}"
             done(Row(found.num_tries, found.got, found.note, name, num_answers=found.num_tries))

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import sys
 import tempfile
@@ -15,7 +14,8 @@ from pathlib import Path
 from schemas.message import UndecodableMessageError, decode
 from schemas.subjects import SUBJECTS, Role
 from schemas.worker import WorkerLeft
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from services.trust.keys import Identity
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import OPTIONS, FaultMesh, fault_mesh
@@ -30,7 +30,7 @@ EVIL = "evil"
 
 UNOBSERVED = [subject for subject in SUBJECTS if all(permit.role is not Role.OBSERVER for permit in subject.heard_by)]
 """An attacker has heard all that was ever said."""
-STORING = dataclasses.replace(OPTIONS, store="disk")
+STORING = changed(OPTIONS, {"store": "disk"})
 
 Heard = tuple[str, bytes]
 """Subject and payload."""
@@ -112,12 +112,12 @@ class Target:
 
 
 @asynccontextmanager
-async def attacked(truth: Truth, zygote: Zygote, options: UpOptions = STORING) -> AsyncGenerator[FaultMesh]:
+async def attacked(truth: Truth, zygote: Zygote, options: Launch = STORING) -> AsyncGenerator[FaultMesh]:
     """Run a mesh whose folder lies where others may look: only its own modes keep them out."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-attack-") as folder:
         run_dir = Path(folder) / "run"
         run_dir.parent.chmod(0o755)
-        options = dataclasses.replace(options, store_dir=str(Path(folder) / "store"))
+        options = changed(options, {"config.store.path": str(Path(folder) / "store")})
         async with fault_mesh(run_dir, truth, zygote, options, as_operator=UNOBSERVED) as mesh:
             yield mesh
 

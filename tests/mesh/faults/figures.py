@@ -17,7 +17,8 @@ from rich.table import Table
 
 from services.bench.drive.meshes import model_folder
 from services.bench.drive.stats import percentile
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from services.sim.many import run_many, wall_clock
 from services.sim.scenario import FAULT_KINDS, load_scenario
 from services.sim.world import SimOptions
@@ -37,8 +38,8 @@ GO_ON_S = 0.5
 AWAY_S, SPARED_S, ALONE_S, TWICE_S = 0.3, 1.5, 0.5, 1.0
 """What an engine's death may cost an answer: with another worker, with a spare, and, beside its start, alone: once, and
 twice, where the second start waits a little longer."""
-ALONE = dataclasses.replace(OPTIONS, num_prefill=0, num_decode=0, num_aggregated=1)
-SPARED = dataclasses.replace(ALONE, spare_engines=1)
+ALONE = changed(OPTIONS, {"num_prefill": 0, "num_decode": 0, "num_aggregated": 1})
+SPARED = changed(ALONE, {"config.engine.spares": 1})
 NO_MEMBER_LEFT = frozenset({"kill_gateway"})
 """Its own clients lose their answers: a connection cannot outlive its process."""
 
@@ -190,7 +191,8 @@ async def kill_engine_twice(sizes: Sizes, begin: Begin) -> list[Row]:
 
 async def hang_engine(sizes: Sizes, begin: Begin) -> list[Row]:
     """Stop the engine's process of a running answer for good; another worker goes on."""
-    options, figure = dataclasses.replace(OPTIONS, step_timeout_s=1.0), "longest gap in a stream whose engine hangs"
+    options = changed(OPTIONS, {"config.engine.step_timeout_s": 1.0})
+    figure = "longest gap in a stream whose engine hangs"
     figure = f"{figure}, with a step timeout of 1 s"
     return [await _pauses(sizes, begin, times.hang_engine, figure, options, limit_s=1.0 + AWAY_S)]
 
@@ -200,7 +202,7 @@ async def _pauses(
     begin: Begin,
     strike: times.Strike,
     figure: str,
-    options: UpOptions = OPTIONS,
+    options: Launch = OPTIONS,
     *,
     limit_s: float | None = None,
     starts: int = 0,
@@ -329,7 +331,7 @@ FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {each.__nam
 
 
 @asynccontextmanager
-async def _mesh(truth: Truth | None = None, options: UpOptions = OPTIONS) -> AsyncGenerator[FaultMesh]:
+async def _mesh(truth: Truth | None = None, options: Launch = OPTIONS) -> AsyncGenerator[FaultMesh]:
     zygote = Zygote()
     try:
         with tempfile.TemporaryDirectory(prefix="kvmesh-faults-") as folder:

@@ -15,8 +15,9 @@ import httpx
 
 from schemas.subjects import Role, Subject
 from schemas.worker import WorkerJoined, WorkerLoad
+from services.config import EngineConfig, GatewayConfig, MeshConfig, WorkerConfig
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
 from services.sim.scenario import Scenario
 from tests.mesh.faults.actor import FaultActor, is_there
 from tests.mesh.faults.bus_listener import STRIKES_AT, BusListener
@@ -36,10 +37,16 @@ SPAN_S = 0.8
 MORE_STREAMS = 3
 """So many times the requests of a scenario are sent until each of its faults has struck."""
 WORKER_ROLES = ("prefill", "decode", "aggregated")
-OPTIONS = UpOptions(
-    port=0, num_prefill=2, num_decode=2, num_gateways=2, carrier="tcp", kv_bytes=64 << 20, num_threads=1, drain_s=5.0,
-    step_timeout_s=3.0,
-)  # fmt: skip
+OPTIONS = Launch(
+    num_prefill=2,
+    num_decode=2,
+    num_gateways=2,
+    config=MeshConfig(
+        gateway=GatewayConfig(port=0),
+        worker=WorkerConfig(carrier="tcp", kv_bytes=64 << 20, num_threads=1, drain_s=5.0),
+        engine=EngineConfig(step_timeout_s=3.0),
+    ),
+)
 """A step of the model that they serve takes milliseconds."""
 
 
@@ -283,7 +290,7 @@ async def fault_mesh(
     run_dir: Path,
     truth: Truth,
     zygote: Zygote,
-    options: UpOptions = OPTIONS,
+    options: Launch = OPTIONS,
     *,
     seed: int = 0,
     as_operator: Sequence[Subject[Any, Any]] = STRIKES_AT,

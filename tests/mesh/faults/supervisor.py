@@ -5,10 +5,8 @@ import asyncio
 import signal
 from pathlib import Path
 
-import msgspec
-
-from services.config import MeshConfig
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.mesh.forked import ForkedSupervisor
 from tests.mesh.zygote import QuickRestarts, Zygote
 
@@ -23,9 +21,14 @@ CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.
 class FaultSupervisor(ForkedSupervisor):
     """As `kvmesh up`. `tenants`: API keys; each is somebody for whom nothing is cached yet."""
 
-    def __init__(self, options: UpOptions, run_dir: Path, zygote: Zygote) -> None:
-        super().__init__(options, run_dir, zygote)
+    def __init__(self, options: Launch, run_dir: Path, zygote: Zygote) -> None:
         self.tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
+        own = {
+            "config.worker.advertise_host": PROXY_HOST,
+            "config.gateway.request_timeout_s": REQUEST_TIMEOUT_S,
+            "config.gateway.tenants": {name: name for name in self.tenants},
+        }
+        super().__init__(changed(options, own), run_dir, zygote)
         self._processes: list[tuple[str, asyncio.subprocess.Process]] = []
 
     def take_crashes(self) -> list[str]:
@@ -46,11 +49,3 @@ class FaultSupervisor(ForkedSupervisor):
         process = await super()._spawn(role, name)
         self._processes.append((name, process))
         return process
-
-    def _config(self, port: int) -> MeshConfig:
-        config = super()._config(port)
-        replace = msgspec.structs.replace
-        worker = replace(config.worker, advertise_host=PROXY_HOST)
-        tenants = {name: name for name in self.tenants}
-        gateway = replace(config.gateway, request_timeout_s=REQUEST_TIMEOUT_S, tenants=tenants)
-        return replace(config, worker=worker, gateway=gateway)

@@ -1,10 +1,10 @@
 """The broker's process stands still under load: nobody is declared dead, and no request is given up, failed or lost."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
+from services.settings import changed
 from tests.mesh.faults.harness import OPTIONS, fault_mesh, make_truth
 from tests.mesh.faults.times import BROKER_PAUSES_S, BrokerPauses, broker_pauses
 from tests.mesh.forked import ForkingLoop
@@ -14,7 +14,7 @@ from tests.mesh.forked import ForkingLoop
 @pytest.mark.parametrize("for_s", BROKER_PAUSES_S)
 @pytest.mark.parametrize("num_schedulers", [1, 2])
 def test_a_paused_broker_kills_nobody(num_schedulers: int, for_s: float, forking: ForkingLoop, tmp_path: Path) -> None:
-    options, zygote = dataclasses.replace(OPTIONS, num_schedulers=num_schedulers), forking.zygote
+    options, zygote = changed(OPTIONS, {"num_schedulers": num_schedulers}), forking.zygote
 
     async def run() -> BrokerPauses:
         async with fault_mesh(tmp_path, make_truth(), zygote, options) as mesh:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -11,6 +10,7 @@ from services.cli.drain import run_drain, run_restart
 from services.cli.running import BusOptions
 from services.errors import UserError
 from services.launch.limits import EXIT_DRAINED
+from services.settings import changed
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import OPTIONS, FaultMesh, fault_mesh, make_truth
 from tests.mesh.forked import ForkingLoop
@@ -21,7 +21,7 @@ MOST_OPEN = 4
 @pytest.fixture
 def mesh(forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMesh]:
     folder = tmp_path_factory.mktemp("drains")
-    around = fault_mesh(folder, make_truth(6), forking.zygote, replace(OPTIONS, drain_s=60.0))
+    around = fault_mesh(folder, make_truth(6), forking.zygote, changed(OPTIONS, {"config.worker.drain_s": 60.0}))
     mesh = forking.run(around.__aenter__())
     yield mesh
     forking.run(around.__aexit__(None, None, None))

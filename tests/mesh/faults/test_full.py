@@ -1,11 +1,11 @@
 """Decode workers of which none has room for a request, on real processes: an answer moves, and nobody waits."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.launch.supervisor import UpOptions
+from services.launch.options import Launch
+from services.settings import changed
 from tests.mesh.faults.harness import OPTIONS, fault_mesh
 from tests.mesh.faults.test_drains import ended
 from tests.mesh.faults.truth import Alone, Truth
@@ -22,7 +22,7 @@ LARGE = 1_700
 """Tokens that fit into a worker beside no such answer."""
 
 
-def an_answer_makes_room(forking: ForkingLoop, tmp_path: Path, options: UpOptions, alone: Alone) -> None:
+def an_answer_makes_room(forking: ForkingLoop, tmp_path: Path, options: Launch, alone: Alone) -> None:
     """Let two long answers run, on a decode worker each, and ask for more than either has left. `options`: workers with
     room for `ROOM` tokens."""
     truth = Truth(DEMO_MODEL_DIR, num_cases=2, prompt_tokens=(40, 60), answer_tokens=(LONG, LONG), alone=alone)
@@ -52,5 +52,5 @@ def an_answer_makes_room(forking: ForkingLoop, tmp_path: Path, options: UpOption
 def test_a_full_worker_s_answer_goes_on_where_there_is_room_instead_of_another_s_wait(
     forking: ForkingLoop, tmp_path: Path
 ) -> None:
-    options = replace(OPTIONS, kv_bytes=ROOM // 16 * BLOCK_BYTES)
+    options = changed(OPTIONS, {"config.worker.kv_bytes": ROOM // 16 * BLOCK_BYTES})
     an_answer_makes_room(forking, tmp_path, options, SingleProcess(DEMO_MODEL_DIR).run)
