@@ -7,9 +7,10 @@ bias and any mask. So they do not depend on how a token was chosen.
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from schemas.block import TOKEN_BYTES, pack_tokens, unpack_tokens
 from schemas.ids import TokenIds
@@ -17,6 +18,7 @@ from schemas.numbers import Count
 
 MAX_LOGPROBS = 20
 """Likeliest tokens at each place: as many as OpenAI's API gives."""
+NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 FLOAT_BYTES = 4
 """Of one logarithm as it is packed."""
 

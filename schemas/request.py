@@ -2,12 +2,13 @@
 
 import enum
 from hashlib import blake2b
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
-from schemas.logprobs import Logprobs
+from schemas.logprobs import Logprobs, NumTop
 from schemas.message import Message, RequestMessage
 from schemas.numbers import Amount, Count, Ns, Number, Seed
 
@@ -45,8 +46,21 @@ class RefusalReason(enum.StrEnum):
     """The holder is computing these blocks, and has none yet: it may be asked again."""
 
 
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Mass = Annotated[float, Meta(gt=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(gt=0, le=2)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)]
+BadWord = Annotated[tuple[Number, ...], Meta(min_length=1)]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen. The gateway always fills `seed`, so that a second attempt gives the same tokens.
+
+    What its fields may be is said here for the API, the bus and the engine's process: whoever decodes checks it. Tokens
+    that a model does not have are refused by its workers.
 
     A token depends on the prompt, these parameters, the answer before it and its index in the answer only: whatever
     counts or remembers is made of the answer's tokens again wherever an answer goes on.
@@ -56,35 +70,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: Number
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Temperature = 1.0
+    top_p: Mass = 1.0
     top_k: Number = 0
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Only tokens at least this share as likely as the likeliest one."""
     seed: Seed = 0
     stop_token_ids: tuple[Number, ...] = ()
     ignore_eos: bool = False
     min_tokens: Number = 0
     """No token that ends the answer before it has so many."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Off the logit of each token that the answer has."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """The same, for each time that it has it."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Factor = 1.0
     """Divides a positive logit, multiplies a negative one, of each token that the prompt or the answer has."""
-    logit_bias: tuple[tuple[Number, float], ...] = ()
+    logit_bias: tuple[tuple[Number, Bias], ...] = ()
     """Token ids, and what is added to their logits."""
     allowed_token_ids: tuple[Number, ...] = ()
     """No other tokens; empty: all."""
-    bad_words: tuple[tuple[Number, ...], ...] = ()
+    bad_words: tuple[BadWord, ...] = ()
     """Tokens that may not follow each other in the answer."""
-    grammar: str = ""
+    grammar: GrammarText = ""
     """What the answer must be, in llguidance's Lark; empty: anything."""
     grammar_digest: bytes = b""
     """Of a longer text in place of it (`digest_of_grammar`); the gateway tells it who asks (AskGrammar)."""
-    logprobs: Number | None = None
+    logprobs: NumTop | None = None
     """The answer's logarithms are wanted, with so many of the likeliest tokens'."""
-    prompt_logprobs: Number | None = None
+    prompt_logprobs: NumTop | None = None
     """The same of the prompt's tokens from its second on."""
 
 
@@ -373,7 +387,7 @@ class AskGrammar(RequestMessage, frozen=True, kw_only=True):
 class GrammarTold(RequestMessage, frozen=True, kw_only=True):
     """The text. Empty: this request is not under way there."""
 
-    grammar: str
+    grammar: GrammarText
 
 
 class AttemptId(msgspec.Struct, frozen=True, kw_only=True):

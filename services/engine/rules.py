@@ -1,7 +1,5 @@
 """What is true of a sequence whoever computes it: what it needs, and what one more token means. Pure."""
 
-import math
-
 from dataplane.blocks.layout import KVLayout
 from schemas.request import FinishReason
 from services.engine.interface import Choice, InvalidSequenceError, Sequence
@@ -40,7 +38,6 @@ def check_sequence(
         raise InvalidSequenceError(f"{name} wants logprobs of a prompt that is computed already")
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise InvalidSequenceError(f"{name} has a token outside the vocabulary")
-    check_sampling(sequence, vocab_size)
     problem = find_problem(
         layout,
         sequence.tables,
@@ -50,20 +47,6 @@ def check_sequence(
     )
     if problem is not None:
         raise InvalidSequenceError(f"{name} {problem}")
-
-
-def check_sampling(sequence: Sequence, vocab_size: int) -> None:
-    """Raise InvalidSequenceError where the request's parameters make no sense for any engine: they would fail the step
-    of everybody who is in it."""
-    sampling = sequence.sampling
-    named = [token_id for token_id, _ in sampling.logit_bias]
-    named += [*sampling.allowed_token_ids, *(token_id for word in sampling.bad_words for token_id in word)]
-    if named and not 0 <= min(named) <= max(named) < vocab_size:
-        raise InvalidSequenceError(f"{sequence.request_id} names a token outside the vocabulary")
-    if not all(sampling.bad_words):
-        raise InvalidSequenceError(f"{sequence.request_id} has a bad word of no tokens")
-    if not 0 <= sampling.min_p <= 1 or not 0 < sampling.repetition_penalty < math.inf:
-        raise InvalidSequenceError(f"{sequence.request_id} has a min_p or a repetition penalty that is none")
 
 
 def append_token(sequence: Sequence, choice: Choice, context_length: int | None) -> SampledToken:

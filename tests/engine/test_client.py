@@ -110,25 +110,25 @@ def test_submit_and_cancel_before_a_step_takes_both(rig: Rig) -> None:
     assert not rig.answer("second")
 
 
-def test_a_step_that_raises_fails_its_sequences_and_the_thread_lives(rig: Rig) -> None:
+def fail_behind_a_step(rig: Rig, fault: int) -> None:
+    """Let the next step end by a fault. It has "a"; "b" came while it ran."""
     rig.gate.clear()
     rig.submit("a")
     assert rig.in_step.wait(TIMEOUT)
     rig.submit("b")
-    rig.fail(fake_child.RAISES)
+    rig.fail(fault)
     rig.gate.set()
+
+
+def test_a_step_that_raises_fails_its_sequences_and_the_thread_lives(rig: Rig) -> None:
+    fail_behind_a_step(rig, fake_child.RAISES)
     assert rig.next() == ("failed", "a", "RuntimeError: out of luck")
     assert rig.next() == ("ended", "b", "length"), "who was not in the step is not in the failure"
     assert rig.engine.engine_load() == EngineLoad(0, 0, 0)
 
 
 def test_an_engine_that_is_lost_ends_the_thread_and_all_sequences(rig: Rig) -> None:
-    rig.gate.clear()
-    rig.submit("a")
-    assert rig.in_step.wait(TIMEOUT)
-    rig.submit("b")
-    rig.fail(fake_child.IS_LOST)
-    rig.gate.set()
+    fail_behind_a_step(rig, fake_child.IS_LOST)
     assert rig.next() == ("failed", "a", "EngineLostError: the card fails")
     assert rig.next()[:2] == ("failed", "b")
     wait_until(lambda: rig.engine.has_failed or bool(rig.deaths))
@@ -194,7 +194,6 @@ BLOCKS = {"tables": (BlockTable((Segment(390, 4),)),)}
         ({"num_computed_tokens": 3}, "no token to compute"),
         ({"token_ids": []}, "no token to compute"),
         ({"token_ids": [1, 2, 3, *range(10)], "num_prompt_tokens": 3}, "has had all"),
-        ({"sampling": SamplingParams(max_tokens=10, bad_words=((),))}, "bad word"),
     ],
 )
 def test_a_sequence_that_would_fail_everybody_fails_alone(rig: Rig, change: dict[str, Any], expected: str) -> None:

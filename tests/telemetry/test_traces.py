@@ -134,7 +134,8 @@ def test_where_the_directory_does_not_answer_the_answer_and_its_trace_say_so(
     assert (schedule.service, locate.service) == ("scheduler", "directory")
     assert place.attributes[Key.REUSE] == schedule.attributes[Key.REUSE] == Reuse.WITHOUT_DIRECTORY
     waited_ms = schedule.attributes[Key.LOCATE_MS]
-    assert isinstance(waited_ms, float) and waited_ms >= 1000 * SchedulerTimes().locate_timeout_s
+    slack_ms = 1  # the loop's timers are as coarse
+    assert isinstance(waited_ms, float) and waited_ms >= 1000 * SchedulerTimes().locate_timeout_s - slack_ms
     assert ttft_residual(traces_in(mesh)[trace_id]) == pytest.approx(0, abs=MAX_RESIDUAL)
     show_trace(mesh.supervisor.trace_dir, answer.json()["usage"]["kvmesh"]["request_id"])
     assert "without_directory" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Whatever decodes, no core raises: each hears messages with the largest and smallest numbers that a message may have.
 What does not fit is no message."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,8 @@ def values(kind: types.Type) -> st.SearchStrategy[Any]:
         case types.IntType():
             return st.sampled_from(numbers(kind.ge, kind.le))
         case types.FloatType():
-            low, high = (-1e308 if kind.ge is None else kind.ge), (1e308 if kind.le is None else kind.le)
+            low = math.nextafter(kind.gt, math.inf) if kind.gt is not None else -1e308 if kind.ge is None else kind.ge
+            high = 1e308 if kind.le is None else kind.le
             return st.sampled_from([low, high, max(low, 0.0), max(low, 5e-324), max(low, 1.0)])
         case types.StrType():
             return st.sampled_from(NAMES)
@@ -68,7 +70,7 @@ def values(kind: types.Type) -> st.SearchStrategy[Any]:
         case types.EnumType():
             return st.sampled_from([member.value for member in kind.cls])
         case types.VarTupleType():
-            return st.lists(values(kind.item_type), max_size=2)
+            return st.lists(values(kind.item_type), min_size=kind.min_length or 0, max_size=2)
         case types.TupleType():
             return st.tuples(*map(values, kind.item_types))
         case types.UnionType():

@@ -8,7 +8,6 @@ import pytest
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVStreaming
 from schemas.kv import ReadEnd
 from schemas.request import (
-    MAX_GRAMMAR_CHARACTERS,
     AttemptAccepted,
     AttemptEnd,
     AttemptFailure,
@@ -405,21 +404,9 @@ def test_without_its_source_a_prompt_whose_logarithms_are_wanted_needs_another_a
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {"logprobs": 21},
-        {"prompt_logprobs": -1},
-        {"logit_bias": ((1000, 1.0),)},
-        {"logit_bias": ((1, float("inf")),)},
-        {"allowed_token_ids": (-1,)},
-        {"bad_words": ((),)},
-        {"bad_words": ((1, 2**40),)},
-        {"temperature": float("nan")},
-        {"repetition_penalty": 0.0},
-        {"grammar": "x" * (MAX_GRAMMAR_CHARACTERS + 1)},
-    ],
+    "sampling", [{"logit_bias": ((1000, 1.0),)}, {"allowed_token_ids": (-1,)}, {"bad_words": ((1, 2**40),)}]
 )
-def test_sampling_that_would_fail_everybodys_step_is_refused(sampling: dict[str, object]) -> None:
+def test_sampling_that_names_no_token_of_the_model_is_refused(sampling: dict[str, object]) -> None:
     core = AttemptCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     reply, actions = case.ask(core, case.with_sampling(case.reserve(), **sampling))
     assert isinstance(reply, Refused) and reply.reason is RefusalReason.INVALID and not actions

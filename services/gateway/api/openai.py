@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from schemas.logprobs import MAX_LOGPROBS
+from schemas.logprobs import NumTop
 from schemas.numbers import Seed
-from schemas.request import SamplingParams
+from schemas.request import Bias, Factor, Mass, Penalty, SamplingParams, Share, Temperature
 from services.gateway import limits
 from services.gateway.api.constraints import ResponseFormat, StructuredOutputs
 from services.gateway.api.invalid import InvalidRequestError
@@ -36,13 +36,6 @@ def about(description: str, origin: str = "OpenAI") -> Meta:
 NumAnswers = Annotated[int, Meta(ge=1, le=limits.MAX_N)]
 Tokens = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 TopK = Annotated[int, Meta(ge=-1, le=limits.MAX_COUNT)]
-NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Mass = Annotated[float, Meta(gt=0, le=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Factor = Annotated[float, Meta(gt=0, le=2)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

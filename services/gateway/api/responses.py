@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from schemas.logprobs import NumTop
 from services.gateway.api.constraints import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -17,7 +18,7 @@ from services.gateway.api.constraints import (
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.json_schema import Schema
 from services.gateway.api.messages import CallBody, FunctionBody, MessageBody
-from services.gateway.api.openai import ChatBody, NumTop, SharedBody, Tokens, about, decode_as
+from services.gateway.api.openai import ChatBody, SharedBody, Tokens, about, decode_as
 from services.gateway.api.parameters import Route
 
 ItemT = TypeVar("ItemT")

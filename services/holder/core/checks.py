@@ -1,13 +1,11 @@
 """What a worker can take on, and the checks that every request must pass before it is taken. Pure."""
 
-import math
+import itertools
 from dataclasses import dataclass
 
 from schemas.block import unpack_tokens
 from schemas.ids import TokenIds, WorkerId, is_subject_token, is_tenant
-from schemas.logprobs import MAX_LOGPROBS
 from schemas.request import (
-    MAX_GRAMMAR_CHARACTERS,
     RefusalReason,
     Refused,
     RunAttempt,
@@ -72,33 +70,10 @@ def read_prompt(packed: TokenIds) -> list[int]:
     return [] if len(packed) % 4 else unpack_tokens(packed)
 
 
-def sampling_problem(sampling: SamplingParams, vocab_size: int) -> str | None:
-    """Return what no sampler could do; None: nothing. Gateways ask for no such thing."""
-    numbers = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-        *(bias for _, bias in sampling.logit_bias),
-    )
-    if not all(map(math.isfinite, numbers)) or sampling.temperature < 0 or sampling.repetition_penalty <= 0:
-        return "a sampling parameter that is no number, or below what it may be"
-    named = {token_id for token_id, _ in sampling.logit_bias}
-    named.update(sampling.allowed_token_ids, *sampling.bad_words)
-    if named and not 0 <= min(named) <= max(named) < vocab_size:
-        return "a sampling parameter names a token outside the vocabulary"
-    if not all(sampling.bad_words):
-        return "a bad word of no tokens"
-    if any(
-        wanted is not None and not 0 <= wanted <= MAX_LOGPROBS
-        for wanted in (sampling.logprobs, sampling.prompt_logprobs)
-    ):
-        return f"logarithms of over {MAX_LOGPROBS} tokens at each place"
-    if len(sampling.grammar) > MAX_GRAMMAR_CHARACTERS:
-        return f"a grammar of over {MAX_GRAMMAR_CHARACTERS} characters"
-    return None
+def named_tokens(sampling: SamplingParams) -> set[int]:
+    """Return the tokens that a request's parameters name."""
+    biased = (token_id for token_id, _ in sampling.logit_bias)
+    return {*biased, *sampling.allowed_token_ids, *itertools.chain.from_iterable(sampling.bad_words)}
 
 
 def check_request(
@@ -128,8 +103,8 @@ def check_request(
         reason = (RefusalReason.INVALID, f"over {MAX_SOURCES} sources", 0)
     elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
         reason = (RefusalReason.INVALID, "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
-    elif (problem := sampling_problem(request.sampling, limits.vocab_size)) is not None:
-        reason = (RefusalReason.INVALID, problem, 0)
+    elif (named := named_tokens(request.sampling)) and not 0 <= min(named) <= max(named) < limits.vocab_size:
+        reason = (RefusalReason.INVALID, "a sampling parameter names a token outside the vocabulary", 0)
     elif not 0 <= num_answered < min(len(prompt), request.sampling.max_tokens):
         detail = f"{num_answered} tokens of the answer leave no prompt or no token to generate"
         reason = (RefusalReason.INVALID, detail, 0)
