@@ -84,7 +84,7 @@ $(STAMP): pyproject.toml constraints.txt
 ifneq ($(TORCH_INDEX),)
 	@$(PIP) --no-deps --retries 0 --timeout 15 --index-url $(TORCH_INDEX) '$(TORCH)' || echo "$(TORCH_INDEX) cannot be reached: PyTorch comes from the usual index."
 endif
-	$(PIP) -e .
+	$(PIP) -e '.[sim]'
 	@touch $@
 
 # What tests and checks need besides: CuPy, node for pyright.

@@ -1,13 +1,15 @@
 """The subcommands of `kvmesh bench`. Each imports its measurement when it runs."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from services.config import MeshConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from services.errors import UserError
 
-bench = typer.Typer(no_args_is_help=True, help="Measure a mesh. Each starts its own unless --url names one.")
+bench = typer.Typer(no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="Checkpoint folder or hub id; random weights if left out.")]
 Prefill = Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")]
@@ -15,6 +17,17 @@ Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
 Url = Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")]
 Concurrency = Annotated[int, typer.Option(min=1, help="How many at once.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@bench.callback()
+def check_installed() -> None:
+    """Measure a mesh. Each starts its own unless --url names one."""
+    parts = ("services.bench", "services.sim", "greenlet", "httpx", "matplotlib")
+    if missing := [name for name in parts if importlib.util.find_spec(name) is None]:
+        raise UserError(
+            f"measurements and simulations are not installed here ({', '.join(missing)}): "
+            "`pip install 'kvmesh[sim]'`, or, of a checkout, `make setup`; the container's image never has them"
+        )
 
 
 @bench.command()

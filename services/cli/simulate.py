@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.bench.drive.arguments import parse_lengths
+from services.cli.bench import check_installed
 from services.cli.limits import MAX_FAULTY_WORKERS, MAX_PROBLEMS_SHOWN
 from services.errors import UserError
 
@@ -37,6 +37,8 @@ def simulate(
 ) -> None:
     """Simulate a mesh under faults and check every promise; or with --workers or --sweep measure how it does at a size.
     Exit code 1 where a promise was broken."""
+    check_installed()
+    from services.bench.drive.arguments import parse_lengths
     from services.sim.many import SimBatch, run_many, wall_clock
     from services.sim.scenario import FAULT_KINDS, fault_kinds, load_scenario
     from services.sim.world import SimOptions
