@@ -215,12 +215,11 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Listen for a moment, print one frame, and end.")] = False,
 ) -> None:
     """Show what the mesh does, live. Ctrl-C ends it."""
-    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.cli.running import BusOptions, access_of
     from services.cli.top import watch
     from services.runtime import run_until_signal
 
-    options = BusOptions(nats, creds, operator)
-    access = access_of(options, mesh_meant(options))
+    access = access_of(BusOptions(nats, creds, operator))
     run_until_signal(lambda stop: watch(access, stop, once=once))
 
 
@@ -232,12 +231,11 @@ def tail(
     operator: OperatorOption = False,
 ) -> None:
     """Follow what the bus says of a request, in order, until its end."""
-    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.cli.running import BusOptions, access_of
     from services.cli.tail import tail as follow
     from services.runtime import run_until_signal
 
-    options = BusOptions(nats, creds, operator)
-    access = access_of(options, mesh_meant(options))
+    access = access_of(BusOptions(nats, creds, operator))
     run_until_signal(lambda stop: follow(access, request_id, stop))
 
 
@@ -250,11 +248,10 @@ def sub(
 ) -> None:
     """Print the messages of a subject of the bus as they come. Ctrl-C ends it."""
     from services.cli.messages import sub as hear
-    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.cli.running import BusOptions, access_of
     from services.runtime import run_until_signal
 
-    options = BusOptions(nats, creds, operator)
-    access = access_of(options, mesh_meant(options))
+    access = access_of(BusOptions(nats, creds, operator))
     run_until_signal(lambda stop: hear(access, subject, stop))
 
 
@@ -269,10 +266,9 @@ def req(
 ) -> None:
     """Ask a subject of the bus, and print the answer."""
     from services.cli.messages import req as ask
-    from services.cli.running import BusOptions, access_of, mesh_meant
+    from services.cli.running import BusOptions, access_of
 
-    options = BusOptions(nats, creds, operator)
-    asyncio.run(ask(access_of(options, mesh_meant(options)), subject, message, timeout_s))
+    asyncio.run(ask(access_of(BusOptions(nats, creds, operator)), subject, message, timeout_s))
 
 
 def run() -> None:

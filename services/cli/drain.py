@@ -16,19 +16,19 @@ from services.bus.fleet import ask_fleet
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.limits import ASK_TIMEOUT_S, COMES_BACK_S, DRAIN_ANSWER_S, LEAVE_POLL_S, LEAVES_WITHIN_S
-from services.cli.running import BusOptions, access_of, mesh_meant
+from services.cli.running import BusOptions, access_of
 from services.errors import MeshNotRunningError, UserError
 from services.trust.keys import BusAccess
 
 
 def run_drain(options: BusOptions, worker_id: str, *, forced: bool) -> None:
     """Have one worker leave, and wait until it has. Raises UserError where it stays, or is not there."""
-    asyncio.run(_drain(access_of(options, mesh_meant(options)), worker_id, forced=forced))
+    asyncio.run(_drain(access_of(options), worker_id, forced=forced))
 
 
 def run_restart(options: BusOptions, *, forced: bool) -> None:
     """Have one worker after another leave and come back. Raises UserError where one of them does not."""
-    asyncio.run(_restart(access_of(options, mesh_meant(options)), forced=forced))
+    asyncio.run(_restart(access_of(options), forced=forced))
 
 
 @dataclass(frozen=True)

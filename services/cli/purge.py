@@ -13,7 +13,7 @@ from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.limits import PURGE_TIMEOUT_S
-from services.cli.running import BusOptions, access_of, mesh_meant
+from services.cli.running import BusOptions, access_of
 from services.errors import UserError
 from services.launch.known_workers import describe_fleet
 from services.trust.keys import BusAccess
@@ -36,7 +36,7 @@ def run_purge(options: BusOptions, purge: Purge) -> None:
     of it is forgotten."""
     if sum((purge.stores, bool(purge.holder), purge.tenant is not None, purge.everything)) != 1:
         raise UserError("say what to forget: --store, --holder ID, --tenant NAME or --all, one of them")
-    access = access_of(options, mesh_meant(options))
+    access = access_of(options)
     with Console(stderr=True).status("waiting until all is forgotten"):
         forgotten, failures = asyncio.run(_purge(access, purge))
     table = Table("holder", Column("blocks forgotten", justify="right"), box=None, padding=(0, 1, 0, 0))

@@ -64,9 +64,10 @@ class BusOptions(NamedTuple):
     operator: bool = False
 
 
-def access_of(options: BusOptions, mesh: RunningMesh | None) -> BusAccess:
-    """Return how to get to the broker that is named, or to that of a running mesh. Raises UserError where there is
-    neither, and for credentials that cannot be read."""
+def access_of(options: BusOptions) -> BusAccess:
+    """Return how to get to the broker that is named, or to that of the running mesh that is meant. Raises UserError
+    where there is neither, and for credentials that cannot be read."""
+    mesh = mesh_meant(options)
     role = Role.OPERATOR if options.operator else Role.OBSERVER
     if not options.nats and mesh is None:
         raise MeshNotRunningError("no mesh runs; start one with `kvmesh up`, or pass --nats URL")

@@ -24,7 +24,7 @@ from services.trust.keys import BusAccess
 def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> None:
     """Print the workers, or what this one does. Raises UserError where nobody answers."""
     mesh = mesh_meant(options)
-    access = access_of(options, mesh)
+    access = access_of(options)
     if worker_id:
         _print_worker(asyncio.run(_describe_worker(access, worker_id)), as_json=as_json)
         return

@@ -15,7 +15,6 @@ from services.cli.running import (
     RunningMesh,
     access_of,
     find_mesh,
-    mesh_meant,
     states_elsewhere,
     trace_dir,
     traces_of,
@@ -26,7 +25,7 @@ from services.trust.keys import BusAccess
 
 def url_of(given: str) -> str:
     options = BusOptions(given)
-    return access_of(options, mesh_meant(options)).url
+    return access_of(options).url
 
 
 def state_of(folder: Path, pid: int, port: int) -> Path:

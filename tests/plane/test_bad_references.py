@@ -362,15 +362,6 @@ def test_other_tenant_s_lease(carrier: str, lender: Lender, target: Target) -> N
     assert refused(lender, target, carrier, granted, ticket=ticket) == ("lease", "tenant")
 
 
-def test_other_tenant_s_text(lender: Lender) -> None:
-    """The very same prompt of another tenant has other hashes: it is not here."""
-    lender.fill(2, tenant="acme")
-    assert isinstance(lender.ask(2, tenant="acme"), LeaseGranted)
-    for tenant in ("", "other"):
-        answer = lender.ask(2, tenant=tenant)
-        assert isinstance(answer, Refused) and answer.reason == RefusalReason.GONE
-
-
 def test_truncated_stream(carrier: str, lender: Lender, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends once bytes have been sent, and before they are confirmed."""
     granted, plane = lender.lend(), lender.holder.plane

@@ -245,23 +245,6 @@ def test_only_the_leavers_leases_end() -> None:
     assert len(lender.leases) == 1
 
 
-def refusal(memory: StoreMemory, request: RequestLease) -> str:
-    refused = lending(memory).refusal(request, NOW)
-    assert isinstance(refused, Refused)
-    return refused.reason
-
-
-def test_what_is_refused_whatever_is_here() -> None:
-    memory = make_memory()
-    assert refusal(memory, ask(1, fingerprint="another")) == RefusalReason.FINGERPRINT
-    assert refusal(memory, ask()) == RefusalReason.INVALID
-    assert refusal(memory, ask(1, first_block=-1)) == RefusalReason.INVALID
-    assert refusal(memory, ask(1, block_hashes=b"cut")) == RefusalReason.INVALID
-    assert refusal(memory, ask(1, 2, 1)) == RefusalReason.INVALID
-    assert refusal(memory, ask(1, deadline_ms=NOW)) == RefusalReason.DEADLINE
-    assert lending(memory).refusal(ask(1), NOW) is None
-
-
 def test_there_is_a_bound_on_open_leases() -> None:
     memory = make_memory()
     lender = lending(memory)

@@ -476,12 +476,6 @@ async def test_a_purge_that_the_folder_does_not_allow_is_no_success(
         assert reply.failure == "the disk is read-only"
 
 
-async def test_another_models_reader_is_refused() -> None:
-    async with fleet() as around, store(around, config_of(), layout=WINDOWED):
-        answer = await around.ask(1)
-        assert isinstance(answer, Refused) and answer.reason == RefusalReason.FINGERPRINT
-
-
 async def test_a_store_joins_and_leaves_like_a_worker() -> None:
     async with fleet() as around:
         async with store(around, config_of(num_blocks=32)):

@@ -10,7 +10,7 @@ from services.holder.core.actions import Action, CloseLease, StopRead, Submit, W
 from services.holder.core.events import DrainBegun, EngineBack, EngineDied, SequenceRemoved
 from tests.worker import worker_cases as case
 from tests.worker.test_moves import alone, stored
-from tests.worker.test_worker_survival import Bench, failures
+from tests.worker.test_survival_core import Bench, failures
 from tests.worker.worker_cases import one, published
 
 KEY = (RequestId("r1"), 1)

@@ -11,7 +11,7 @@ from services.holder.core.actions import Action, Emit, Submit, Withdraw
 from services.holder.core.events import ReadEnded, SequenceRemoved
 from services.times import Times
 from tests.worker import worker_cases as case
-from tests.worker.test_worker_survival import Bench, failures
+from tests.worker.test_survival_core import Bench, failures
 from tests.worker.worker_cases import one, published
 
 READERS_COME_MS = Times().worker.readers_come_ms

@@ -15,7 +15,7 @@ from services.holder.core.lending import LendCore
 from services.prefill.hand_over import FINISHED_TOKENS
 from services.times import Times
 from tests.worker import worker_cases as case
-from tests.worker.test_worker_survival import Bench, failures
+from tests.worker.test_survival_core import Bench, failures
 from tests.worker.worker_cases import one, published
 from tests.worker.worker_world import World
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 from dataplane.blocks.cache import BlockCache
@@ -424,13 +423,13 @@ async def test_no_block_is_ever_orphaned() -> None:
     assert seen == {0}
 
 
-def lease_of(holder: LentBlocks[BlockCache], tenant: str = "") -> Ticket:
+def lease_of(holder: LentBlocks[BlockCache]) -> Ticket:
     """Return the ticket of a lease that lasts for a minute."""
     allocation = holder.memory.admit([], 16, 0)
     assert allocation is not None
     lease = holder.leases.grant(
         lease_id=LeaseId("l"), holder=holder.worker_id, reader=WorkerId("d-0"), tables=allocation.tables,
-        num_tokens=16, expires_at_ms=now_ms() + 60_000, tenant=tenant, request_id=RequestId("r"), attempt=1,
+        num_tokens=16, expires_at_ms=now_ms() + 60_000, request_id=RequestId("r"), attempt=1,
         progress=KVProgress(holder.shape.layout.num_layers, 16),
     )  # fmt: skip
     return lease.ticket(holder.incarnation)
@@ -488,13 +487,6 @@ def test_every_stream_is_told_of_even_after_its_lease(holder: LentBlocks[BlockCa
     second.served(TransferStats(), "the lease has ended")
     assert told == [(lease, "cut"), (lease, "started"), (lease, "the lease has ended")]
     assert not second.still_valid() and holder.open(another).still_valid()
-
-
-def test_another_tenants_ticket_opens_nothing(holder: LentBlocks[BlockCache]) -> None:
-    ticket = lease_of(holder, tenant="a")
-    holder.open(ticket)
-    with pytest.raises(LeaseRefusedError, match="tenant"):
-        holder.open(msgspec.structs.replace(ticket, tenant="b"))
 
 
 def test_a_block_that_nobody_knows_of_is_an_orphan(
