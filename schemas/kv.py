@@ -42,7 +42,7 @@ class ReadEnd(enum.StrEnum):
     """Its reader needs it no more."""
     REFUSED = "refused"
     """No lease: the holder does not lend, or does not answer."""
-    COMING = "coming"
+    IN_FLIGHT = "in_flight"
     """No lease yet: the holder is computing these blocks, and is asked again."""
     MALFORMED = "malformed"
     VERSION = "version"
@@ -80,16 +80,16 @@ class ReadEnd(enum.StrEnum):
 class RequestLease(RequestMessage, frozen=True, kw_only=True):
     """May `reader` read these blocks? `block_hashes` (joined) are the blocks `first_block`, `first_block` + 1, … of
     the reader's sequence; the holder grants as many from the first on as it has of this tenant's. Where it has none and
-    computes the first just now, it answers once it has, or that they are coming."""
+    computes the first just now, it answers once it has, or that they are in flight."""
 
     reader: WorkerId
     fingerprint: str
     first_block: Number
     block_hashes: bytes
     tenant: str = ""
-    proof: bytes = b""
-    """The gateway's signature that comes with the request that they are read for, or of a copy the reader's own word
-    that it is a holder (`services.trust.credentials`)."""
+    signature: bytes = b""
+    """The gateway's signature of the request that they are read for; of a copy, the reader's MAC under the holders'
+    secret (`services.trust.credentials`)."""
     is_copy: bool = False
     """They are to be kept elsewhere as well: there is no request that they are read for."""
     answer_within_ms: Number = 0
@@ -107,7 +107,7 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     """Tokens [first_token, num_tokens) of the reader's sequence may be read with this ticket, once, where this
     incarnation of the worker has said that it serves.
 
-    The lease ends with the read, however that ends, or after `lease_ms` without one. `more_comes`: the holder is
+    The lease ends with the read, however that ends, or after `lease_ms` without one. `has_more`: the holder is
     fetching or computing more of what was asked for; who asks for the rest after this read may get it.
     """
 
@@ -120,10 +120,10 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     first_token: Number
     num_tokens: Number
     arena_nonce: str = ""
-    more_comes: bool = False
+    has_more: bool = False
 
 
-class BlocksCooling(Message, frozen=True, kw_only=True):
+class EvictionCandidates(Message, frozen=True, kw_only=True):
     """The worker will soon evict these blocks of one tenant (joined hashes, the coldest first). A holder that wants
     them reads them under a lease; the worker does not wait."""
 

@@ -1,4 +1,4 @@
-"""Logarithms of tokens' probabilities, as workers send them and gateways read them.
+"""Logprobs, as workers send them and gateways read them.
 
 They are natural logarithms of what the model itself says: log-softmax of its logits, before temperature, penalties,
 bias and any mask. So they do not depend on how a token was chosen.
@@ -20,11 +20,11 @@ MAX_LOGPROBS = 20
 """Likeliest tokens at each place: as many as OpenAI's API gives."""
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 FLOAT_BYTES = 4
-"""Of one logarithm as it is packed."""
+"""Of one logprob as it is packed."""
 
 
 class TokenLogprob(NamedTuple):
-    """One token's own logarithm, and the likeliest tokens at its place with theirs, likeliest first; of equal ones the
+    """One token's own logprob, and the likeliest tokens at its place with theirs, likeliest first; of equal ones the
     smaller id."""
 
     logprob: float
@@ -42,7 +42,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack_logprobs(found: Sequence[TokenLogprob]) -> Logprobs:
-    """Return the logarithms as they travel. All must have equally many likeliest tokens."""
+    """Return the logprobs as they travel. All must have equally many likeliest tokens."""
     num_top = len(found[0].top) if found else 0
     assert all(len(one.top) == num_top for one in found), "equally many at each place"
     return Logprobs(
@@ -54,7 +54,7 @@ def pack_logprobs(found: Sequence[TokenLogprob]) -> Logprobs:
 
 
 def unpack_logprobs(packed: Logprobs) -> list[TokenLogprob]:
-    """Return the logarithms. Raises ValueError where the fields do not agree."""
+    """Return the logprobs. Raises ValueError where the fields do not agree."""
     own, top, num_top = _unpack(packed.own), _unpack(packed.top), packed.num_top
     top_ids = unpack_tokens(packed.top_ids)
     if not len(top_ids) == len(top) == len(own) * num_top:
@@ -69,7 +69,7 @@ def logprob_bytes(packed: Logprobs) -> int:
 
 
 def num_message_bytes(num_tokens: int, num_top: int) -> int:
-    """Return how long the logarithms of so many tokens are in a message, which has them in base64."""
+    """Return how long the logprobs of so many tokens are in a message, which has them in base64."""
     return -(-num_tokens * (FLOAT_BYTES + num_top * (FLOAT_BYTES + TOKEN_BYTES)) // 3) * 4
 
 

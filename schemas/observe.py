@@ -22,7 +22,7 @@ class RunStage(enum.StrEnum):
 
     QUEUED = "queued"
     """It waits for room."""
-    WAITING = "waiting_for_twin"
+    WAITING = "waiting_for_duplicate"
     """It waits for blocks that another request of the same prompt fills."""
     RESERVED = "reserved"
     """It has its blocks, and waits for the offer of its KV."""
@@ -141,7 +141,7 @@ class RequestResumed(StoryMessage, frozen=True, kw_only=True):
     num_answered_tokens: Number
     reason: str
     moved_by: WorkerId | None = None
-    """Who has given it away; None: the attempt has failed."""
+    """Who has migrated it; None: the attempt has failed."""
 
 
 class RequestFinished(StoryMessage, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ class Permissions:
 def granted(subject: Subject[Any, Any], role: Role, direction: Direction, name: str) -> tuple[str, ...]:
     """Return the patterns of one cell of the table: what of this subject the member `name` of a role may publish or
     subscribe to. Empty: nothing."""
-    grants = subject.said_by if direction is Direction.PUBLISH else subject.heard_by
+    grants = subject.published_by if direction is Direction.PUBLISH else subject.received_by
     return tuple(_pattern(subject, grant, name) for grant in grants if grant.role is role)
 
 
@@ -60,7 +60,9 @@ def permissions_of(role: Role, name: str) -> Permissions:
     heard = [p for subject in SUBJECTS for p in granted(subject, role, Direction.SUBSCRIBE, name)]
     own = f"{inbox_of(role, name)}.>"
     if role in GUESTS:
-        unheard = [_anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.heard_by}]
+        unheard = [
+            _anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.received_by}
+        ]
         inboxes = f"{INBOX}.>" if role is Role.OBSERVER else own
         unheard.append(f"{ALL} >")  # in no queue group: a member of one takes its questions away from the others
         surveys = (f"{SURVEY}.>",) if role in PEOPLE else ()
@@ -78,7 +80,7 @@ def inbox_of(role: Role, name: str) -> str:
 
 def replies_to(subject: Subject[Any, Any]) -> tuple[str, ...]:
     """Return what the subjects begin with on which those await replies who may ask this."""
-    return inboxes_of(*(grant.role for grant in subject.said_by))
+    return inboxes_of(*(grant.role for grant in subject.published_by))
 
 
 def inboxes_of(*roles: Role) -> tuple[str, ...]:

@@ -38,11 +38,11 @@ class RefusalReason(enum.StrEnum):
     """The reader's KV is of another model or layout than the holder's."""
     INVALID = "invalid"
     """The message makes no sense, or comes again once its attempt is over."""
-    UNPROVED = "unproved"
-    """Nobody who may say so has signed whose request it is, or that its reader is a holder."""
+    UNSIGNED = "unsigned"
+    """No gateway has signed whose request it is, or no holder that it reads a copy."""
     GONE = "gone"
     """The holder does not have these blocks, or no more."""
-    COMING = "coming"
+    IN_FLIGHT = "in_flight"
     """The holder is computing these blocks, and has none yet: it may be asked again."""
 
 
@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar_digest: bytes = b""
     """Of a longer text in place of it (`digest_of_grammar`); the gateway tells it who asks (AskGrammar)."""
     logprobs: NumTop | None = None
-    """The answer's logarithms are wanted, with so many of the likeliest tokens'."""
+    """The answer's logprobs are wanted, with so many of the likeliest tokens'."""
     prompt_logprobs: NumTop | None = None
     """The same of the prompt's tokens from its second on."""
 
@@ -141,7 +141,7 @@ class Reuse(enum.StrEnum):
     USED = "used"
     """A worker that was chosen has some of it, or is to read some."""
     COMPUTED_WHOLE = "computed_whole"
-    """There is nothing to look for: the prompt has no full block, or its own logarithms are wanted."""
+    """There is nothing to look for: the prompt has no full block, or its own logprobs are wanted."""
     NOT_ASKED = "not_asked"
     """The policy does not look at who has what."""
     WITHOUT_DIRECTORY = "without_directory"
@@ -235,7 +235,7 @@ class RunAttempt(RequestMessage, frozen=True, kw_only=True):
     """Who else is said to have KV of this prompt; with an `upstream`, should its own not arrive."""
     num_answered_tokens: Number = 0
     tenant: str = ""
-    proof: bytes = b""
+    signature: bytes = b""
     """A gateway's word whose request it is, and for how long (`services.trust.credentials`)."""
     replica: WorkerId | None = None
     spare_blocks: Number = 0
@@ -302,7 +302,7 @@ class AttemptFailure(enum.StrEnum):
     """The worker is about to stop."""
     ENGINE_DIED = "engine_died"
     """The worker's engine has died, and is started again. What was computed before can be read there."""
-    MADE_ROOM = "made_room"
+    PREEMPTED = "preempted"
     """The worker is full, and another one has room for this answer."""
     GRAMMAR = "grammar"
     """The answer cannot be what the request says that it must be. No other worker can do better."""
@@ -384,7 +384,7 @@ class AskGrammar(RequestMessage, frozen=True, kw_only=True):
     """What must the answer be? A worker asks the gateway for the text of a digest that it does not know."""
 
 
-class GrammarTold(RequestMessage, frozen=True, kw_only=True):
+class GrammarSent(RequestMessage, frozen=True, kw_only=True):
     """The text. Empty: this request is not under way there."""
 
     grammar: GrammarText

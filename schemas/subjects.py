@@ -25,8 +25,8 @@ from schemas.directory import (
 )
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
 from schemas.kv import (
-    BlocksCooling,
     BlocksPurged,
+    EvictionCandidates,
     LeaseGranted,
     PurgeBlocks,
     ReplicateBlocks,
@@ -54,7 +54,7 @@ from schemas.request import (
     AskWanted,
     AttemptAccepted,
     CancelRequest,
-    GrammarTold,
+    GrammarSent,
     Placement,
     PlaceRequest,
     Progress,
@@ -73,7 +73,7 @@ from schemas.worker import (
     LeaveAnswered,
     LeaveMesh,
     PingWorker,
-    TimeTold,
+    TimeAnswered,
     WorkerAlive,
     WorkerBeat,
     WorkerDraining,
@@ -125,8 +125,8 @@ class Subject(Generic[CarriesT, ReplyT]):
     ids: tuple[str, ...]
     carries: type[CarriesT]
     reply: tuple[type[ReplyT], ...]
-    said_by: tuple[Permit, ...]
-    heard_by: tuple[Permit, ...]
+    published_by: tuple[Permit, ...]
+    received_by: tuple[Permit, ...]
     queue: str = ""
     may_be_empty: bool = False
 
@@ -227,7 +227,7 @@ PING = _question("mesh.v1.worker.{to}.ping", PingWorker, (WorkerAlive,), SCHEDUL
 _MEMBERS = tuple(Permit(role, "name") for role in (Role.SCHEDULER, Role.DIRECTORY, Role.HOLDER))
 CLAIM = _question("mesh.v1.member.{name}.claim", ClaimName, (ClaimName,), _MEMBERS, _MEMBERS)
 _SERVICES = (GATEWAYS, SCHEDULERS, DIRECTORIES, HOLDERS)
-TIME = _question("mesh.v1.scheduler.time", AskTime, (TimeTold,), _SERVICES, SCHEDULERS, "scheduler")
+TIME = _question("mesh.v1.scheduler.time", AskTime, (TimeAnswered,), _SERVICES, SCHEDULERS, "scheduler")
 PROGRESS = _question("mesh.v1.worker.{to}.progress", AskProgress, (Progress,), GATEWAYS, ADDRESSED_HOLDER)
 WORKER_STATUS = _question(
     "mesh.v1.worker.{to}.status", DescribeWorker, (WorkerDescribed,), PEOPLE, ADDRESSED_HOLDER, may_be_empty=True
@@ -244,7 +244,7 @@ RELEASED = _event(f"{_HANDOFF}.released", KVReleased, SOURCE, OBSERVERS)
 ABORTED = _event(f"{_HANDOFF}.aborted", HandoffAborted, (SOURCE, TARGET), (SOURCE, TARGET, OBSERVERS))
 TOKENS = _event("mesh.v1.tokens.{worker_id}.{to}", TokensEmitted, WORKER_ITSELF, ADDRESSED_GATEWAY)
 WANTED = _question("mesh.v1.gateway.{to}.wanted", AskWanted, (Wanted,), HOLDERS, ADDRESSED_GATEWAY)
-GRAMMAR = _question("mesh.v1.gateway.{to}.grammar", AskGrammar, (GrammarTold,), HOLDERS, ADDRESSED_GATEWAY)
+GRAMMAR = _question("mesh.v1.gateway.{to}.grammar", AskGrammar, (GrammarSent,), HOLDERS, ADDRESSED_GATEWAY)
 CANCEL = _event("mesh.v1.request.{request_id}.cancel", CancelRequest, GATEWAYS, (HOLDERS, OBSERVERS))
 # A request's story, for people. One gateway answers where it is; where it does not know, it seeks who does.
 ACCEPTED = _event("mesh.v1.request.{request_id}.accepted", RequestAccepted, GATEWAYS, OBSERVERS)
@@ -276,12 +276,12 @@ RETURNED = _event("mesh.v1.kv.{to}.{reader}.returned", ReturnLease, READER, ADDR
 REPLICATE = _event(
     "mesh.v1.kv.{to}.{source}.replicate", ReplicateBlocks, Permit(Role.HOLDER, "source"), ADDRESSED_HOLDER
 )
-COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF, HOLDERS)
+EVICTION_CANDIDATES = _event("mesh.v1.kv.{worker_id}.eviction_candidates", EvictionCandidates, WORKER_ITSELF, HOLDERS)
 KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, _SERVICES)
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, TIME, PROGRESS, WORKER_STATUS, RUN,
     RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, GRAMMAR, CANCEL, ACCEPTED,
     PLACED, FIRST_TOKEN, RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS,
-    HEAT, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
+    HEAT, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, EVICTION_CANDIDATES, PURGE, KEEP,
 )  # fmt: skip

@@ -116,7 +116,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_running: Count
     num_queued: Count
     """Those that wait for room; the others run, or wait for what they do not hold."""
-    num_waiting_for_twin: Count = 0
+    num_waiting_for_duplicate: Count = 0
     """Of `num_running`: those that wait for blocks that another request of the same prompt fills."""
     num_uncomputed_tokens: Count
     """Prompt tokens accepted here and not yet computed or received."""
@@ -166,7 +166,7 @@ class LeaveAnswered(Message, frozen=True, kw_only=True):
 
 
 class DrainWorker(Message, frozen=True, kw_only=True):
-    """Leave the mesh: give away what runs, take nothing new, end. `forced`: also where nobody could go on with it.
+    """Leave the mesh: migrate what runs, take nothing new, end. `forced`: also where nobody could go on with it.
     `again`: be started again then."""
 
     forced: bool = False
@@ -233,7 +233,7 @@ class AskTime(Message, frozen=True, kw_only=True):
     """What time is it on a scheduler's machine?"""
 
 
-class TimeTold(Message, frozen=True, kw_only=True):
+class TimeAnswered(Message, frozen=True, kw_only=True):
     """The Unix time that the mesh goes by. `age_ms`, `token`: of the scheduler that says so. Of several the eldest
     counts."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from schemas import subjects
 from schemas.message import UndecodableMessageError, decode, encode
-from schemas.worker import AskTime, TimeTold
+from schemas.worker import AskTime, TimeAnswered
 from services.bus.base import Bus, BusError
 from services.bus.typed import headers_of
 from services.metric_names import CLOCK_AHEAD
@@ -26,7 +26,7 @@ FORGOTTEN_NS = 60_000_000_000
 """A scheduler that was not heard for so long lives no more."""
 
 
-def is_elder(told: TimeTold, age_ms: int, token: str) -> bool:
+def is_older(told: TimeAnswered, age_ms: int, token: str) -> bool:
     """Say whether the scheduler that has told the time counts beside one of this age and token; all decide alike."""
     ahead_ms = told.age_ms - age_ms
     return told.token < token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
@@ -37,16 +37,16 @@ class Eldest:
     clocks have agreed, who asks now the one and now the other would go to and fro."""
 
     def __init__(self) -> None:
-        self._told: TimeTold | None = None
+        self._told: TimeAnswered | None = None
         self._heard_ns = 0
 
-    def follows(self, told: TimeTold) -> bool:
+    def follows(self, told: TimeAnswered) -> bool:
         """Say whether to go by the scheduler that has told the time."""
         now_ns, known = time.monotonic_ns(), self._told
         passed_ns = now_ns - self._heard_ns
         if known is not None and told.token != known.token and passed_ns < FORGOTTEN_NS:
             age_ms = known.age_ms + passed_ns // 1_000_000
-            if not is_elder(told, age_ms, known.token):
+            if not is_older(told, age_ms, known.token):
                 return False
         self._told, self._heard_ns = told, now_ns
         return True
@@ -57,7 +57,7 @@ async def keep_time(
     clock: MeshClock,
     metrics: Metrics,
     times: TelemetryTimes,
-    follows: Callable[[TimeTold], bool] | None = None,
+    follows: Callable[[TimeAnswered], bool] | None = None,
 ) -> None:
     """Ask, now and every so often, until cancelled. `follows`: whether the scheduler that answers is to be believed;
     None: the eldest is."""
@@ -69,7 +69,7 @@ async def keep_time(
         with contextlib.suppress(BusError, UndecodableMessageError):  # none is there yet, or no more
             payload = encode(question)
             reply = await bus.request(subjects.TIME.of(), payload, headers_of(question, ""), times.clock_within_s)
-            told = decode(reply.payload, TimeTold)
+            told = decode(reply.payload, TimeAnswered)
             if follows(told):
                 clock.compare(told.unix_ns, asked_ns)
         if abs(clock.named_ms - named_ms) >= 1_000:

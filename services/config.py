@@ -44,7 +44,7 @@ MIN_SECRET_CHARS = 16
 
 
 def check_device(device: str) -> str:
-    """Return the device as it stands. Raises ValueError where it is none."""
+    """Return the device unchanged. Raises ValueError where it is invalid."""
     if not _DEVICE.fullmatch(device):
         raise ValueError(f"a device is cpu, cuda, cuda:N or auto, not {device!r}")
     return device
@@ -214,7 +214,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replicate: Annotated[
         bool, Flag("--replicate/--no-replicate", "Copy the KV of answers elsewhere, so that it outlives its worker.")
     ] = False
-    twins: bool = True
+    wait_for_duplicates: bool = True
     """Place a prompt where another one that begins alike is being computed, or have it read from there."""
 
 
@@ -249,7 +249,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: Annotated[
         bool, Flag("--prefix-cache/--no-prefix-cache", "Keep the KV of earlier requests and serve from it.")
     ] = True
-    twins: bool = True
+    wait_for_duplicates: bool = True
     """Wait for blocks that another request of the same prompt fills, in place of filling them as well."""
     drain_s: Annotated[float, msgspec.Meta(ge=0), Flag("--drain-s", "How long a worker may take to leave at most.")] = (
         30.0
@@ -449,7 +449,7 @@ def relations_of(config: MeshConfig) -> list[Relation]:
     times = config.times
     loads_ms = 2 * times.presence.load_interval_ms
     two_loads = Time("4 × times.presence.beat_interval_ms", f"{loads_ms}", loads_ms)
-    deaf = _set_ms("times.presence.deaf_after_ms", times.presence.deaf_after_ms)
+    partitioned = _set_ms("times.presence.partitioned_after_ms", times.presence.partitioned_after_ms)
     tick = _set_ms("times.worker.tick_ms", times.worker.tick_ms)
     lease_answer = _set_ms("times.worker.lease_answer_ms", times.worker.lease_answer_ms)
     forget = _set_ms("times.directory.forget_after_ms", times.directory.forget_after_ms)
@@ -459,17 +459,19 @@ def relations_of(config: MeshConfig) -> list[Relation]:
         Relation(overdue, suspect, "a worker is suspect when a ping was not answered"),
         Relation(suspect, silent, "a worker is suspect before it is dead"),
         Relation(two_loads, silent, "a worker that answers no pings is judged by its loads"),
-        Relation(fence, silent, "a worker that stood still must notice before the scheduler gives its work away"),
-        Relation(fence, worker_silent, "a worker that stood still must notice before a gateway gives its work away"),
+        Relation(fence, silent, "a worker that stood still must notice before the scheduler gives its work to others"),
+        Relation(
+            fence, worker_silent, "a worker that stood still must notice before a gateway gives its work to others"
+        ),
         Relation(tick, fence, "a worker would take every pause between two ticks for standing still"),
         Relation(tick, lease, "a lease whose stream moves is renewed by the timer"),
         Relation(suspect, worker_silent, "the worker that a gateway gives up must get nothing new meanwhile"),
         Relation(progress, worker_silent, "a worker is asked before it is taken for lost"),
         Relation(accept, worker_silent, "a worker whose reply is missing is asked before it is taken for lost"),
-        Relation(deaf, worker_silent, "a gateway that is cut off would take its workers for lost"),
+        Relation(partitioned, worker_silent, "a gateway that is cut off would take its workers for lost"),
         Relation(accept, request, "a request must outlive one reply that is lost"),
         Relation(store, lease_answer, "who asked would have gone before the store answers"),
-        Relation(two_loads, deaf, "who hears only loads would take itself for cut off"),
+        Relation(two_loads, partitioned, "who hears only loads would take itself for cut off"),
         Relation(two_loads, forget, "a directory would forget holders that are well"),
         Relation(idle, holder_idle, "a holder would cut connections that its readers mean to use again"),
     ]

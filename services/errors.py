@@ -7,7 +7,7 @@ class UserError(Exception):
 
 
 class BrokerRefusesError(UserError):
-    """The broker asks for a key, and ours is none that it knows."""
+    """The broker asks for a key, and does not know ours."""
 
 
 class BrokerUnreachableError(UserError):

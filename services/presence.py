@@ -5,10 +5,11 @@ alive: a sign was heard, such as a beat, a load, an answer or tokens (`Peer.seen
 suspect: no sign for a while. Nothing new is given to it while somebody else could take it (`FailureDetector.quiet_ms`).
 dead: the broker has said twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
     others were heard (`FailureDetector.is_silent`).
-deaf: we ourselves have heard nothing from anybody. Then nobody's silence means anything (`FailureDetector.is_deaf`).
+partitioned: we ourselves have received nothing from anybody. Then nobody's silence means anything
+    (`FailureDetector.is_partitioned`).
 unproved: what we have sent through the broker to ourselves has not come back. The same (`FailureDetector.ask_proof`).
-settling: after a reconnection, or a deafness, the others are still on their way back to the broker
-    (`FailureDetector.is_settling`).
+recovering: after a reconnection, or a partition, the others are still on their way back to the broker
+    (`FailureDetector.is_recovering`).
 standing still: our own clock has jumped. The others take us for dead (`Heartbeat`).
 replaced: another incarnation speaks under the name (`Incarnations`); what has left never comes back (`Fences`).
 """
@@ -34,31 +35,33 @@ class BusConnected:
 
 
 class FailureDetector:
-    """When this process last heard anything at all, and since when the silence of others counts. `deaf_after_ms`: the
-    silence after which it takes itself for cut off; None: that of `times`."""
+    """When this process last received anything at all, and since when the silence of others counts.
+    `partitioned_after_ms`: the silence after which it takes itself for cut off; None: that of `times`."""
 
-    def __init__(self, times: PresenceTimes, deaf_after_ms: int | None = None) -> None:
+    def __init__(self, times: PresenceTimes, partitioned_after_ms: int | None = None) -> None:
         self.times = times
-        self._deaf_after_ms = times.deaf_after_ms if deaf_after_ms is None else deaf_after_ms
+        self._partitioned_after_ms = (
+            times.partitioned_after_ms if partitioned_after_ms is None else partitioned_after_ms
+        )
         self._heard_ms: int | None = None
         self._num_connects: int | None = None
-        self._settled_ms = 0
+        self._recovered_ms = 0
         self._unproved_ms: int | None = None
         """Since when a proof that the bus works has been on its way; None: none is."""
         self.since_ms = 0
-        """The silence of others counts from here on only: the end of the last deafness or the last reconnection."""
+        """The silence of others counts from here on only: the end of the last partition or the last reconnection."""
 
     def heard(self, now_ms: int) -> None:
         """Something came from somebody, or from the broker itself."""
-        if self.is_deaf(now_ms):
+        if self.is_partitioned(now_ms):
             self.since_ms = now_ms
             if self._heard_ms is not None:
-                self.settle(now_ms)
+                self.begin_recovery(now_ms)
         self._heard_ms = now_ms
 
-    def settle(self, now_ms: int) -> None:
+    def begin_recovery(self, now_ms: int) -> None:
         """Messages did not arrive. Who has lost the broker meanwhile needs time to come back."""
-        self._settled_ms = now_ms + self.times.settle_ms
+        self._recovered_ms = now_ms + self.times.recover_ms
 
     def ask_proof(self, now_ms: int) -> None:
         """A message to ourselves is on its way through the broker: until one has come back, silence does not grow."""
@@ -80,17 +83,17 @@ class FailureDetector:
         before, self._num_connects = self._num_connects, num_connects
         if before in (None, num_connects):
             return False
-        self.settle(now_ms)
+        self.begin_recovery(now_ms)
         self._heard_ms = self.since_ms = now_ms
         return True
 
-    def is_deaf(self, now_ms: int) -> bool:
+    def is_partitioned(self, now_ms: int) -> bool:
         """Whether nothing has come for so long that we are cut off ourselves."""
-        return self._heard_ms is None or now_ms - self._heard_ms >= self._deaf_after_ms
+        return self._heard_ms is None or now_ms - self._heard_ms >= self._partitioned_after_ms
 
-    def is_settling(self, now_ms: int) -> bool:
+    def is_recovering(self, now_ms: int) -> bool:
         """Whether others may still be on their way back to the broker."""
-        return now_ms < self._settled_ms
+        return now_ms < self._recovered_ms
 
     def quiet_ms(self, heard_ms: int, now_ms: int) -> int:
         """Return how long somebody last heard at `heard_ms` has said nothing that we could have heard."""
@@ -99,7 +102,7 @@ class FailureDetector:
 
     def is_silent(self, heard_ms: int, limit_ms: int, now_ms: int) -> bool:
         """Whether somebody last heard at `heard_ms` is to be taken for dead."""
-        return not self.is_deaf(now_ms) and self.quiet_ms(heard_ms, now_ms) >= limit_ms
+        return not self.is_partitioned(now_ms) and self.quiet_ms(heard_ms, now_ms) >= limit_ms
 
 
 @dataclass(slots=True)
@@ -119,7 +122,7 @@ class Peer:
         """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
         ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came
         (None: as `detector` has it). Two questions that waited for the same broker are one proof."""
-        if detector.is_settling(now_ms):
+        if detector.is_recovering(now_ms):
             return False
         if self.unserved_ms is None or self.unserved_ms < detector.since_ms:
             self.unserved_ms = now_ms
@@ -200,7 +203,7 @@ class Incarnations:
         if known.incarnation == incarnation:
             known.heard_ms = now_ms
             return Speaker.CURRENT
-        if now_ms - known.heard_ms <= self._quiet_ms or self._detector.is_deaf(now_ms):
+        if now_ms - known.heard_ms <= self._quiet_ms or self._detector.is_partitioned(now_ms):
             return Speaker.PREDECESSOR
         self._known[worker_id] = _Incarnation(incarnation, now_ms)
         return Speaker.SUCCESSOR

@@ -21,9 +21,9 @@ class PresenceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     beat_interval_ms: PaceMs = 300
     """Every worker and store says something at least this often: a beat, which schedulers hear, or its load."""
-    deaf_after_ms: WaitMs = 1_500
+    partitioned_after_ms: WaitMs = 1_500
     """Who only listens, and hears nothing at all for this long, is cut off: two loads of every worker are missing."""
-    settle_ms: WaitMs = 2_000
+    recover_ms: WaitMs = 2_000
     """After a reconnection, or a time without any message, the others reconnect as well, each in its own time. For this
     long it proves nothing that nobody serves a question."""
     unserved_gap_ms: WaitMs = 300
@@ -63,8 +63,8 @@ class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     flush_timeout_s: Wait = 10.0
     """A flush may take this long, unless its caller says otherwise. A service that starts gives up then."""
     watch_interval_s: Pace = 0.25
-    """The client library's tasks are looked at so often. One that has ended makes the process deaf for about this long,
-    which is well below the silence that anybody is declared dead for."""
+    """The client library's tasks are looked at so often. While one has ended the process receives nothing, so for about
+    this long, which is well below the silence that anybody is declared dead for."""
     certificates_look_s: Pace = 1.0
     """The files of certificates, the bus's and https', are looked at so often. What has changed is taken once it is the
     same at two looks."""
@@ -117,7 +117,7 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A tenant's questions for placements go a few at a time; one that takes longer holds up no other."""
     tick_s: Pace = 0.05
     """How exactly the waits of requests under way are kept."""
-    deaf_wait_ms: WaitMs = 15_000
+    partitioned_wait_ms: WaitMs = 15_000
     """What waits for a placement waits so much longer where nobody at all is heard: the broker may only stand still.
     One that does so for longer is taken for gone by its clients as well (three pings, `BusTimes.ping_interval_s`)."""
     pause_min_ms: PaceMs = 100
@@ -203,7 +203,7 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompts_end_s: Wait = 0.5
     """How long a worker that leaves goes on with prompts that are nearly computed, before it hands them back."""
     readers_come_ms: WaitMs = 1_000
-    """How long a worker that gives an answer away waits for whoever goes on with it to come for what it has."""
+    """How long a worker that migrates an answer waits for whoever goes on with it to come for what it has."""
     readers_stay_s: Wait = 2.0
     """How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops
     serving."""
@@ -224,7 +224,7 @@ class PrefillTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landed_grace_ms: WaitMs = 2_000
     """How long a lease waits for its reader's message once the stream has ended, well or not: the message may be
     lost."""
-    twin_computes_within_ms: WaitMs = 600_000
+    duplicate_computes_within_ms: WaitMs = 600_000
     """How long a prompt waits for the blocks that another one's computation fills. It would be computed beside it, and
     no sooner: its deadline is the bound."""
 
@@ -234,7 +234,7 @@ class DecodeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     reserved_again_ms: PaceMs = 500
     """How often the source is told again that there is room, until its offer comes: either message may be lost."""
-    twin_lands_within_ms: WaitMs = 60_000
+    duplicate_lands_within_ms: WaitMs = 60_000
     """How long a reservation waits for the blocks that come for another one: as long as a long prompt may take in line
     and in computation. What is sent again costs bytes, no more."""
 

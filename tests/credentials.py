@@ -32,7 +32,7 @@ ProvedT = TypeVar("ProvedT", bound=RunAttempt | RequestLease)
 def proved(request: ProvedT) -> ProvedT:
     """Return a request as its gateway would sign it."""
     proof = SIGNER.sign(request.request_id, request.tenant, request.deadline_ms)
-    return msgspec.structs.replace(request, proof=proof)
+    return msgspec.structs.replace(request, signature=proof)
 
 
 class GatewayBus(TypedBus):
@@ -46,6 +46,6 @@ class GatewayBus(TypedBus):
         timeout_s: float,
         trace: str = "",
     ) -> ReplyT:
-        if isinstance(message, RunAttempt | RequestLease) and not message.proof:
+        if isinstance(message, RunAttempt | RequestLease) and not message.signature:
             message = proved(message)  # type: ignore[assignment]
         return await super().ask(subject, ids, message, timeout_s, trace)

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tests.compose import docker, standins
+from tests.compose import docker, fakes
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".kvmesh" / "nightly"
@@ -26,7 +26,7 @@ FOLDER = ROOT / ".kvmesh" / "nightly"
 
 def no_containers() -> str:
     """Say why there is no mesh in containers here; empty: there is."""
-    return docker.why_not() or ("" if docker.has_image("python:3.11.14-slim-bookworm") else standins.why_not())
+    return docker.why_not() or ("" if docker.has_image("python:3.11.14-slim-bookworm") else fakes.why_not())
 
 
 def no_card() -> str:
@@ -58,13 +58,13 @@ PARTS = (
             "tests/mesh/test_both_engines.py", "tests/mesh/test_conversations.py", "tests/mesh/test_equality.py",
             "tests/mesh/test_logprobs.py", "tests/mesh/test_mesh.py", "tests/mesh/test_readable_bus.py",
             "tests/mesh/test_restarts.py", "tests/mesh/test_room.py", "tests/mesh/test_rotation.py",
-            "tests/mesh/test_shaped_choices.py", "tests/mesh/test_twins.py", "tests/mesh/test_wrong_clocks.py",
+            "tests/mesh/test_shaped_choices.py", "tests/mesh/test_inflight.py", "tests/mesh/test_wrong_clocks.py",
             "tests/mesh/test_zygote.py", "tests/plane/test_processes.py", "tests/telemetry/test_traces.py",
         ),
     ),
     Part("kills", 10, "every fault's scenario on real processes", files=("tests/mesh/attack", "tests/mesh/faults")),
     Part(
-        "cards", 3, "cards' stand-ins",
+        "cards", 3, "cards' fakes",
         files=(
             "tests/engine/test_cuda.py", "tests/engine/test_fake_card.py", "tests/mesh/test_cards.py",
             "tests/mesh/test_gpu.py", "tests/plane/test_card.py",

@@ -52,7 +52,7 @@ class KeptBlocks:
     """The blocks of one pool and what is known of their content. It holds one reference of its own to each block whose
     content it knows; where that is the last one the block is idle, and goes when room is needed.
 
-    `block_of`: where content is. `tags`: by which some blocks prove it (`memory/content_tags.py`), until these are
+    `block_of`: where content is. `tags`: by which some blocks prove it (`memory/content_macs.py`), until these are
     filled anew. A block's tenant is whom it was allocated for. Every method is atomic. Not thread-safe.
     """
 

@@ -21,7 +21,7 @@ from dataplane.carriers.carrier import CarrierBrokenError, ReaderEnd
 from dataplane.ends.connections import Cancellation
 from dataplane.memory.checksum import FrameHash
 from dataplane.memory.codec import WireDtype
-from dataplane.memory.content_tags import ExpectedContent
+from dataplane.memory.content_macs import ExpectedContent
 from dataplane.memory.extent import Extent
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (
@@ -106,7 +106,7 @@ class Read:
         self._secrets = secrets
         self._on_started = on_started
         self._landing: Landing | None = None
-        self._content_tags = b""
+        self._content_macs = b""
 
     def failed(self, code: ReadEnd, detail: str) -> TransferFailedError:
         """Return the error with which the read ends, with what has landed so far."""
@@ -159,7 +159,7 @@ class Read:
         self.stats.accepted_ns = time.monotonic_ns()
         self.stats.digest_kind = accepted.digest_kind
         self.stats.peer_traceparent = accepted.traceparent
-        self._content_tags = accepted.content_tags
+        self._content_macs = accepted.content_macs
         frame_hash = FrameHash(accepted.digest_kind, seal.frame_key)
         self._landing = Landing(self.extent, seal, is_encrypted=frame_hash.encrypts)
         return accepted, frame_hash
@@ -228,9 +228,9 @@ class Read:
     def _believed(self, num_landed_tokens: int) -> int:
         """Return how many of the tokens that have landed are what they are said to be; of lent blocks whole ones."""
         content, first_token = self.request.content, self.request.first_token
-        if content is None or not self._content_tags:
+        if content is None or not self._content_macs:
             return num_landed_tokens
         started, block_size = time.perf_counter_ns(), self.extent.layout.block_size
-        num_right = content.num_right(self._content_tags, (num_landed_tokens - first_token) // block_size)
+        num_right = content.num_right(self._content_macs, (num_landed_tokens - first_token) // block_size)
         self.stats.verify_ns += time.perf_counter_ns() - started
         return first_token + num_right * block_size

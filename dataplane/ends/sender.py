@@ -300,7 +300,7 @@ class _Service:
             names=self._end.names,
             num_blocks=self._context.shape.num_blocks if by_tables else (),
             tables=self._kv.tables if by_tables else (),
-            content_tags=self.lease.content_tags() if crosses_whole else b"",
+            content_macs=self.lease.content_macs() if crosses_whole else b"",
             traceparent=self.stats.traceparent,
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted, self._proof.seal)

@@ -47,7 +47,7 @@ class OpenLease(Protocol):
     @property
     def traceparent(self) -> str: ...
 
-    def content_tags(self) -> bytes:
+    def content_macs(self) -> bytes:
         """Return the tags of the blocks that are lent, joined; none of those of a hand-over, or where none can be made.
         May take as long as reading the blocks."""
         ...

@@ -184,8 +184,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks` and
     `tables` tell a reader that copies from the holder's arena where the tokens lie in it; to others they are not told.
-    `names`: by which that memory is opened, where its carrier needs any. `content_tags`: of blocks that are lent
-    (`memory/content_tags.py`), joined; none where it is not whole blocks that arrive."""
+    `names`: by which that memory is opened, where its carrier needs any. `content_macs`: of blocks that are lent
+    (`memory/content_macs.py`), joined; none where it is not whole blocks that arrive."""
 
     carrier: str
     nonce: str
@@ -193,7 +193,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     names: Names | None = None
     num_blocks: tuple[int, ...] = ()
     tables: BlockTables = ()
-    content_tags: bytes = b""
+    content_macs: bytes = b""
     traceparent: str = ""
     """The same of the holder's end."""
 

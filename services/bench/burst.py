@@ -1,6 +1,7 @@
 """`kvmesh bench burst`: many clients ask for one prompt at once; how often it is computed and sent.
 
-Two meshes run side by side: one whose workers and scheduler wait for what is being computed (`twins`), and one without.
+Two meshes run side by side: one whose workers and scheduler wait for what is being computed (`wait_for_duplicates`),
+and one without.
 Bursts alternate between them, each with a fresh prompt. What was computed and what was read is in the workers' own
 counters, before a burst and after it; a burst that computes a prompt once and sends it to one decode worker once has 1
 in both columns.
@@ -32,7 +33,7 @@ from services.launch.options import Launch
 from services.launch.supervisor import Supervisor
 from services.settings import changed
 
-BEFORE, AFTER = "without", "with twins"
+BEFORE, AFTER = "without", "with waiting"
 MAX_CLIENTS = 256
 MAX_CHOICES = 16
 _SAMPLE = re.compile(r"^(kvmesh_\w+?)(?:_total)?(\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
@@ -93,7 +94,12 @@ def run_burst(plan: BurstPlan, options: Launch, *, as_json: bool) -> None:
 def _modes(options: Launch) -> dict[str, Launch]:
     # Nobody is to be refused for the queue.
     patient = changed(options, {"config.scheduler.max_queue_ms": round(REQUEST_TIMEOUT_S * 1e3)})
-    return {BEFORE: changed(patient, {"config.scheduler.twins": False, "config.worker.twins": False}), AFTER: patient}
+    return {
+        BEFORE: changed(
+            patient, {"config.scheduler.wait_for_duplicates": False, "config.worker.wait_for_duplicates": False}
+        ),
+        AFTER: patient,
+    }
 
 
 async def _measure(plan: BurstPlan, options: Launch, clients: list[int], choices: list[int]) -> BurstReport:

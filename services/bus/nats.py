@@ -3,8 +3,8 @@
 Subscriptions are iterated by tasks of ours: the library's callbacks run one by one, and a CancelledError inside one
 silently ends its loop. The Services API leaves no choice but callbacks, so ours only put the request into a queue.
 
-The library may be connected and deaf: its reading task ends at the first exception that it does not expect, and nothing
-starts it again. So a watch looks at its tasks and connects anew where one has ended.
+The library may be connected and receive nothing: its reading task ends at the first exception that it does not expect,
+and nothing starts it again. So a watch looks at its tasks and connects anew where one has ended.
 """
 
 import asyncio
@@ -322,7 +322,7 @@ class NatsBus:
     def __init__(self, client: BrokerClient, access: BusAccess, name: str, times: Times) -> None:
         self._client = client
         self._times = times.bus
-        self._settle_s = times.presence.settle_ms / 1000
+        self._recover_s = times.presence.recover_ms / 1000
         self._identity = access.identity
         self._renew = access.renew
         self._renew_s = math.inf if access.identity is None or access.renew is None else _renewal_of(access.identity)
@@ -343,7 +343,7 @@ class NatsBus:
         self.num_dropped = 0
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, by us or by the broker."""
-        self._reconnected_s = -self._settle_s
+        self._reconnected_s = -self._recover_s
 
     @property
     def is_connected(self) -> bool:
@@ -443,7 +443,7 @@ class NatsBus:
             except NoRespondersError:
                 # Who serves it may be on its way back to the broker, as we were a moment ago: ask again meanwhile.
                 now_s = time.monotonic()
-                if now_s - self._reconnected_s > self._settle_s or now_s + self._times.ask_again_s > ends_s:
+                if now_s - self._reconnected_s > self._recover_s or now_s + self._times.ask_again_s > ends_s:
                     raise
             await asyncio.sleep(self._times.ask_again_s)
             timeout_s = ends_s - time.monotonic()

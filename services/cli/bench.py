@@ -95,7 +95,7 @@ def burst(
     model: Model = "",
     json: Json = False,
 ) -> None:
-    """Many clients with one prompt at once: how often it is computed and sent, with and without waiting for twins."""
+    """Many clients with one prompt at once: how often it is computed and sent, with and without waiting."""
     from services.bench.burst import BurstPlan, run_burst
     from services.launch.options import Launch
 

@@ -54,7 +54,7 @@ class Board:
     failures: Counter[str] = field(default_factory=Counter[str])
     num_resumed: int = 0
     num_moved: int = 0
-    """Of those that were resumed: so many were given away by workers that leave."""
+    """Of those that were resumed: so many were migrated by workers that leave."""
     ttfts_ms: deque[int] = field(default_factory=lambda: deque[int](maxlen=MAX_TTFTS))
     _open: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
     """Running requests: the phase of each, and when it is dropped at the latest."""

@@ -30,7 +30,7 @@ def subjects_of(pattern: str) -> list[Subject[Any, Any]]:
     return [subject for subject in SUBJECTS if _overlap(pattern, subject.of(*("*" for _ in subject.ids)))]
 
 
-def unheard_by(role: Role, found: list[Subject[Any, Any]]) -> list[Subject[Any, Any]]:
+def not_received_by(role: Role, found: list[Subject[Any, Any]]) -> list[Subject[Any, Any]]:
     """Return those of them that a person of this role does not hear."""
     return [subject for subject in found if not granted(subject, role, Direction.SUBSCRIBE, "*")]
 
@@ -39,7 +39,7 @@ async def sub(access: BusAccess, pattern: str, stop: asyncio.Event) -> None:
     """Print what is published, as it comes, until `stop`. Raises UserError."""
     _check(pattern)
     found = subjects_of(pattern)
-    unheard = unheard_by(access.identity.role, found) if access.identity else []
+    unheard = not_received_by(access.identity.role, found) if access.identity else []
     if found and len(unheard) == len(found):
         raise UserError(f"an observer does not hear {pattern}, an operator does: pass --operator")
     console = Console(highlight=False, soft_wrap=True)
@@ -113,12 +113,12 @@ def _lines(delivery: Delivery, now_s: float) -> tuple[Text, Text]:
 
 
 def _question(subject: Subject[Any, Any], text: str, role: Role | None) -> bytes:
-    """Return the message that asks this, of the JSON of its fields. Raises UserError where it is none, or where a
+    """Return the message that asks this, of the JSON of its fields. Raises UserError where it is invalid, or where a
     person may not ask it."""
     if not subject.reply:
         raise UserError(f"nobody answers {subject.named}: hear it with `kvmesh sub`")
     if role is not None and not granted(subject, role, Direction.PUBLISH, "*"):
-        askers = {permit.role for permit in subject.said_by}
+        askers = {permit.role for permit in subject.published_by}
         hint = ": pass --operator" if Role.OPERATOR in askers else f", {' and '.join(sorted(askers))} may"
         raise UserError(f"an {role} may not ask {subject.named}{hint}")
     kind = subject.carries.__name__

@@ -137,7 +137,7 @@ def _requests(board: Board, now_s: float) -> Text:
 
 
 def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
-    headings = ("run", "wait", "twins", "to do", "step ms")
+    headings = ("run", "wait", "dup", "to do", "step ms")
     table = Table(
         "worker", "role", "state", *(Column(name, justify="right") for name in headings), "KV blocks",
         *(Column(name, justify="right") for name in ("used", "cached")), box=None, padding=(0, 1, 0, 0),
@@ -150,7 +150,7 @@ def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
         table.add_row(
             Text(load.worker.worker_id, overflow="ellipsis", no_wrap=True),
             load.worker.role, state, str(load.num_running), str(load.num_queued),
-            str(load.num_waiting_for_twin or ""), str(load.num_uncomputed_tokens),
+            str(load.num_waiting_for_duplicate or ""), str(load.num_uncomputed_tokens),
             f"{step_ms:.1f}" if step_ms else "", pool_bar(blocks), f"{used:.0%}", f"{cached:.0%}",
         )  # fmt: skip
     return table

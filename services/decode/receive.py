@@ -31,18 +31,18 @@ def upstream_of(attempt: Attempt) -> Upstream:
     return attempt.upstream
 
 
-# Making room.
+# Preemption by migration.
 
 
 def begin_reservations(attempts: Attempts, now_ms: int) -> list[Action]:
     """Reserve blocks for those in line while there are some: tenants in turn, of each what came first."""
     actions, leases = list[Action](), attempts.leases
-    for moved in [each for each in attempts.made_room if not leases.is_expected(each.request.request_id)]:
-        attempts.made_room.remove(moved)
+    for moved in [each for each in attempts.preempted if not leases.is_expected(each.request.request_id)]:
+        attempts.preempted.remove(moved)
         actions += attempts.forget_attempt(moved, now_ms)
     while (attempt := attempts.next_of(attempts.to_receive, now_ms)) is not None:
         if not attempts.allocate(attempt):
-            actions += _make_room(attempts, attempt, now_ms)
+            actions += _preempt(attempts, attempt, now_ms)
             break
         attempts.leave_line(attempt)
         upstream = upstream_of(attempt)
@@ -54,7 +54,7 @@ def begin_reservations(attempts: Attempts, now_ms: int) -> list[Action]:
     return actions
 
 
-def _make_room(attempts: Attempts, attempt: Attempt, now_ms: int) -> list[Action]:
+def _preempt(attempts: Attempts, attempt: Attempt, now_ms: int) -> list[Action]:
     """Let the youngest answers go on elsewhere whose blocks this attempt lacks, where another worker has room for
     them: they have most before them, and the least to be read. An answer is moved once for this."""
     cache, records, upstream = attempts.cache, attempts.records.values(), upstream_of(attempt)
@@ -62,7 +62,7 @@ def _make_room(attempts: Attempts, attempt: Attempt, now_ms: int) -> list[Action
         return []
     lacking = attempts.blocks_needed(attempt) - cache.num_free - cache.num_cached
     lacking -= sum(attempts.blocks_needed(other) for other in records if other.moving)
-    spare, chosen = attempt.request.spare_blocks - upstream.num_given_away, list[Attempt]()
+    spare, chosen = attempt.request.spare_blocks - upstream.num_migrated, list[Attempt]()
     for other in reversed(records):
         num_blocks, is_decoded = attempts.blocks_needed(other), other.upstream is not None
         is_running = other.stage is RunStage.COMPUTING and not other.moving and not other.request.num_answered_tokens
@@ -71,7 +71,7 @@ def _make_room(attempts: Attempts, attempt: Attempt, now_ms: int) -> list[Action
             lacking, spare = lacking - num_blocks, spare - num_blocks
     if lacking > 0:
         return []
-    upstream.num_given_away += sum(map(attempts.blocks_needed, chosen))
+    upstream.num_migrated += sum(map(attempts.blocks_needed, chosen))
     detail = f"it makes room for {attempt.request.request_id}"
     return [action for other in chosen for action in attempts.move(other, detail, now_ms)]
 
@@ -192,12 +192,12 @@ def lose_source(attempts: Attempts, attempt: Attempt, reason: str, now_ms: int) 
 
 def _go_without(attempts: Attempts, attempt: Attempt, reason: str, now_ms: int) -> list[Action]:
     """The hand-over brings no more. Whoever is said to hold a part of the prompt is asked, the prefill worker among
-    them: what it has computed may be cached there. Where the prompt's logarithms are wanted another attempt must begin:
+    them: what it has computed may be cached there. Where the prompt's logprobs are wanted another attempt must begin:
     if its first token has come, they have, and it goes on from there."""
     upstream = upstream_of(attempt)
     assert attempt.kv is not None
     if attempt.owes_prompt_logprobs:
-        detail = f"{reason}, and the prompt's logarithms are wanted, which only who computes it all has"
+        detail = f"{reason}, and the prompt's logprobs are wanted, which only who computes it all has"
         return attempts.fail(attempt, AttemptFailure.TRANSFER_FAILED, detail, now_ms)
     upstream.state = advance(upstream.state, HandoffState.ABORTED)
     if not upstream.has_left:

@@ -2,7 +2,7 @@
 
 It writes bytes made of (token, position, layer) where a real engine writes KV, and makes each token from what it
 *reads* in the arena, over all layers and all positions that each layer sees: KV that is wrong, missing or misplaced
-gives another token, and other logarithms. A step that would write over what one of its queries still sees fails.
+gives another token, and other logprobs. A step that would write over what one of its queries still sees fails.
 
 What may not come next (`shaping.permitted`) does not come. Bias and penalties need logits, of which it has none.
 
@@ -150,7 +150,7 @@ class FakeEngine:
         ]
 
     def _score_prompt(self, item: StepItem) -> None:
-        """Append the logarithms that are wanted of the item's part of a prompt."""
+        """Append the logprobs that are wanted of the item's part of a prompt."""
         sequence = item.sequence
         if not sequence.wants_prompt_logprobs:
             return
@@ -191,7 +191,7 @@ def fake_outcome(digest: int, sequence: Sequence, vocab_size: int) -> Outcome:
 
 
 def fake_logprob(digest: int, token_id: int, num_top: int, vocab_size: int) -> TokenLogprob:
-    """Return a token's logarithm, and those of the `num_top` likeliest, behind tokens that have this `digest`. They are
+    """Return a token's logprob, and those of the `num_top` likeliest, behind tokens that have this `digest`. They are
     numbers that float32 has, and of no distribution."""
     words = np.arange(vocab_size, dtype=np.uint64) ^ np.uint64(digest)
     values = _mix(words) % np.uint64(1 << 16) / -4096.0
@@ -223,7 +223,7 @@ def fake_choices(
     eos: Seq[int] = (),
     grammar: Grammar | None = None,
 ) -> list[Choice]:
-    """Return the tokens of `fake_answer`, with their logarithms where they are wanted. Raises GrammarError."""
+    """Return the tokens of `fake_answer`, with their logprobs where they are wanted. Raises GrammarError."""
     sequence = Sequence(
         RequestId("reference"), 1, list(prompt), len(prompt), sampling, (), stop_token_ids=frozenset(eos)
     )
@@ -246,7 +246,7 @@ def fake_choices(
 def fake_prompt_logprobs(
     layout: KVLayout, prompt: Seq[int], num_top: int, *, vocab_size: int = 256
 ) -> list[TokenLogprob]:
-    """Return the logarithms of a prompt's tokens from the second on, as a FakeEngine gives them."""
+    """Return the logprobs of a prompt's tokens from the second on, as a FakeEngine gives them."""
     seen = _Seen(layout)
     return [fake_logprob(seen.digest(prompt[:end]), prompt[end], num_top, vocab_size) for end in range(1, len(prompt))]
 

@@ -215,7 +215,7 @@ def with_known_decoder(tokenizer: str) -> str:
 
 
 def _check(matcher: LLMatcher) -> None:
-    """Raise GrammarError where a grammar is none, or an answer to it cannot go on."""
+    """Raise GrammarError where a grammar is invalid, or an answer to it cannot go on."""
     if not matcher.is_error():
         return
     error = matcher.get_error()

@@ -73,7 +73,7 @@ class Sequence:
     grammar: "Future[Grammar] | None" = None
     """What its answer must be, while that is being understood; its first token waits for it."""
     wants_prompt_logprobs: bool = False
-    """The prompt's own logarithms are wanted, and nothing of it is in place yet."""
+    """The prompt's own logprobs are wanted, and nothing of it is in place yet."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     """Of the prompt's second token to the last computed one, where they are wanted. Complete when the answer's first
     token is sampled."""
@@ -100,7 +100,7 @@ class StepItem:
 
 
 class Choice(NamedTuple):
-    """A token that was chosen; its logarithm where its request wants it."""
+    """A token that was chosen; its logprob where its request wants it."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -130,7 +130,7 @@ class Engine(Protocol):
 
     def compute(self, items: Seq[StepItem]) -> list[Outcome]:
         """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item. Where
-        a prompt's logarithms are wanted, append those of what was computed."""
+        a prompt's logprobs are wanted, append those of what was computed."""
         ...
 
     def close(self) -> None:

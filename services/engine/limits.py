@@ -9,7 +9,7 @@ PROBE_TIMEOUT_S = 120.0
 GRAMMAR_TIMEOUT_S = 30.0
 """So long an engine's step waits for a grammar that is still being understood, which has limits of its own."""
 LOGPROB_ROWS = 64
-"""Logarithms of so many of a prompt's tokens are taken at a time: 39 MB in float32 for a vocabulary of 152,000."""
+"""Logprobs of so many of a prompt's tokens are taken at a time: 39 MB in float32 for a vocabulary of 152,000."""
 
 MAX_HEADER_BYTES = 100_000_000
 """A file of weights whose header claims to be longer is not one."""

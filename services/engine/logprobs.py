@@ -1,4 +1,4 @@
-"""Logarithms of probabilities of tokens: log-softmax in float32 of the model's own logits, whatever tokens are chosen
+"""Logprobs: log-softmax in float32 of the model's own logits, whatever tokens are chosen
 by."""
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from services.engine.limits import LOGPROB_ROWS
 
 
 class ScoredRows(NamedTuple):
-    """Rows [first_row, first_row + num_rows) of a step's flat batch give the logarithms of the prompt's tokens from
+    """Rows [first_row, first_row + num_rows) of a step's flat batch give the logprobs of the prompt's tokens from
     `first_token` on."""
 
     sequence: Sequence
@@ -59,7 +59,7 @@ def score_prompts(scored: Seq[ScoredRows], logits: Tensor) -> None:
 
 
 def token_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprob]:
-    """Return the logarithm of one token per row of `logits` (`[n, vocab]`, float32), and of the `num_top` likeliest:
+    """Return the logprob of one token per row of `logits` (`[n, vocab]`, float32), and of the `num_top` likeliest:
     likeliest first, of equal ones the smaller id."""
     values = torch.log_softmax(logits, dim=-1)
     own = _listed(values.gather(1, torch.tensor(token_ids)[:, None])[:, 0])

@@ -3,7 +3,7 @@ attempt, on whatever worker and in whatever batch, draws the very tokens of the 
 
 The order is vLLM's, which is Hugging Face's and OpenAI's: `shaping.py`, then temperature, min_p, top_k, top_p.
 What is kept is then drawn from by inverting the cumulative distribution over token ids in id order, which no sort's
-treatment of ties can change. Logarithms are those of the logits as they came.
+treatment of ties can change. Logprobs are those of the logits as they came.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ from schemas.request import (
     AskWanted,
     AttemptId,
     CancelRequest,
-    GrammarTold,
+    GrammarSent,
     Placement,
     RefusalReason,
     Refused,
@@ -224,10 +224,10 @@ class Requests:
     async def _on_wanted(self, received: Received[AskWanted]) -> Wanted:
         return Wanted(unwanted=tuple(a for a in received.message.attempts if not self._wants(a)))
 
-    async def _on_grammar(self, received: Received[AskGrammar]) -> GrammarTold:
+    async def _on_grammar(self, received: Received[AskGrammar]) -> GrammarSent:
         asked = received.message
         live = self._live.get(asked.request_id)
-        return GrammarTold(
+        return GrammarSent(
             request_id=asked.request_id,
             attempt=asked.attempt,
             deadline_ms=asked.deadline_ms,
@@ -275,7 +275,7 @@ class Requests:
                 return
             case SendAttempt():
                 self.num_resumes += action.num_answered > 0 and action.upstream is None
-                message = attempt_message(job, live.proof, self.gateway_id, action, live.prompt)
+                message = attempt_message(job, live.signature, self.gateway_id, action, live.prompt)
                 name, work = "run", partial(self._dispatch, live, action.worker_id, message)
             case AskWorker():
                 self.num_progress_asked += 1

@@ -89,7 +89,7 @@ class HolderOwner(Protocol):
         """Forget what the blocks hold, and let the directory know."""
         ...
 
-    def is_coming(self, request: RequestLease, num_blocks: int) -> bool:
+    def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
         """Say whether the block behind the first `num_blocks` of those asked for will soon be here."""
         ...
 
@@ -268,7 +268,7 @@ class Holder(Generic[MemoryT]):
                 case Lend(lease=lease, request=request):
                     granted = self.blocks.sign_lease(lease, request, action.traceparent)
                     num_blocks = lease.num_tokens // self.parts.shape.layout.block_size - request.first_block
-                    reply = msgspec.structs.replace(granted, more_comes=self._owner.is_coming(request, num_blocks))
+                    reply = msgspec.structs.replace(granted, has_more=self._owner.is_in_flight(request, num_blocks))
                 case CloseLease(lease=lease):
                     self.blocks.close_lease(lease)
                 case StartRead(read=read):

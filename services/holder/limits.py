@@ -9,10 +9,10 @@ MAX_SOURCES = 16
 
 # Waiting for what another attempt fills.
 
-TWIN_WAIT_SHARE = 2
+DUPLICATE_WAIT_SHARE = 2
 """An attempt waits so for at most this part of the time that it has left, a half: the rest must do to go on by
 itself."""
-TWIN_READ_SHARE = 4
+DUPLICATE_READ_SHARE = 4
 """What another one reads comes all at once. It is waited for where at least a quarter of it is wanted here."""
 
 # Computing ahead of the reader.
@@ -42,10 +42,10 @@ stream as soon as it has its ticket."""
 
 # What lies in the blocks.
 
-COOLING_SHARE = 8
+CANDIDATE_SHARE = 8
 """Once fewer than 1/8 of the blocks are free, the least recently used of the cached ones are announced as the next to
 be evicted."""
-MAX_COOLING_BLOCKS = 256
+MAX_CANDIDATE_BLOCKS = 256
 """So many blocks are named at a time as those that go next."""
 INVENTORY_PAGE_BLOCKS = 100_000
 """Blocks in one page of an inventory: 2.2 MB of JSON; fewer where the broker takes less."""
@@ -101,7 +101,7 @@ SPARE_SHARE = 4
 LEAVING_SHARE = 2
 """Of what is free or kept for its content only a worker gives up to a half for the blocks of one that leaves."""
 
-MAX_TOLD_GRAMMAR_CHARACTERS = 2 * 1024 * 1024
+MAX_RECEIVED_GRAMMAR_CHARACTERS = 2 * 1024 * 1024
 """Long grammars that gateways have told are kept up to here, those asked for last."""
 
 # Stopping.

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 REPAIRED = frozenset(
     {
-        subjects.LOAD, subjects.BEAT, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE,
-        subjects.RETURNED, subjects.TOKENS,
+        subjects.LOAD, subjects.BEAT, subjects.STORED, subjects.EVICTED, subjects.EVICTION_CANDIDATES,
+        subjects.REPLICATE, subjects.RETURNED, subjects.TOKENS,
     }
 )  # fmt: skip
 """What may be lost: said again soon, asked for by whoever misses it, or useful and not necessary."""

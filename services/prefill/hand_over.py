@@ -28,7 +28,7 @@ def begin_prompts(attempts: Attempts, now_ms: int) -> list[Action]:
     """Begin the prompts in line while there are blocks: tenants in turn, of each what came first."""
     actions: list[Action] = []
     while (attempt := _next(attempts, now_ms)) is not None:
-        # What is cached or read has no logarithms: a prompt whose own are wanted is computed whole.
+        # What is cached or read has no logprobs: a prompt whose own are wanted is computed whole.
         whole = attempt.owes_prompt_logprobs
         if not attempts.allocate(attempt, max_cached_tokens=0 if whole else None):
             if attempt.runs_ahead or (stuck := _stuck(attempts)) is None:

@@ -56,11 +56,11 @@ once."""
 ROWS_AT_ONCE = 16
 """So many prefill workers are priced with all decode workers at once."""
 
-# What was placed, and is not yet computed (`placement/making.py`).
+# What was placed, and is not yet computed (`placement/inflight.py`).
 
-MAKING_MS = 30_000
+IN_FLIGHT_MS = 30_000
 """So long a placement is taken to be computing its prompt at most."""
-MAKING_SHARE, MAKING_SLACK_MS = 2, 1_000
+IN_FLIGHT_SHARE, IN_FLIGHT_SLACK_MS = 2, 1_000
 """It is taken to do so for this many times of what was predicted, and so much longer: then the directory knows what it
 has, and what was evicted meanwhile."""
 MARK_BLOCKS = 16

@@ -33,7 +33,6 @@ from services.metrics import Metrics
 from services.presence import BusConnected
 from services.runtime import now_ms
 from services.scheduler.core import SchedulerCore
-from services.scheduler.elder import ElderClock
 from services.scheduler.events import (
     Action,
     BusProved,
@@ -48,6 +47,7 @@ from services.scheduler.events import (
     SendPing,
 )
 from services.scheduler.metrics import SchedulerMetrics, kind_of
+from services.scheduler.oldest import OldestClock
 from services.scheduler.placement.hints import NOT_ASKED, Asked, Hints
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry
 
@@ -106,7 +106,7 @@ class Scheduler:
         self._ping_timeout_s = config.scheduler.suspect_after_ms / 1000
         self._proof_timeout_s = config.times.scheduler.proof_timeout_s
         self._hints = Hints(bus, config.times.scheduler.locate_timeout_s)
-        self._elder = ElderClock(telemetry.clock)
+        self._oldest = OldestClock(telemetry.clock)
         self._running: dict[asyncio.Task[None], None] = {}
         self._sleeps_until_ms = 0
         self._wake = asyncio.Event()
@@ -121,12 +121,12 @@ class Scheduler:
         await keep_traces(self._bus, self._tasks, self._telemetry)
         await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
         await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
-        await self._bus.serve(self._tasks, subjects.TIME, (), self._elder.answer_time)
+        await self._bus.serve(self._tasks, subjects.TIME, (), self._oldest.answer_time)
         await self._bus.serve(self._tasks, subjects.LEAVE, ("*",), self._leave)
         ends = await self._bus.connection.subscribe(DISCONNECTED)
         self._start(lasting(partial(self._hear_ends, ends), "hearing whose connection ends"), "hear ends")
-        elder, times = self._elder, self._times.telemetry
-        keeps_time = partial(keep_time, self._bus.connection, elder.clock, self._bus.metrics, times, elder.follows)
+        oldest, times = self._oldest, self._times.telemetry
+        keeps_time = partial(keep_time, self._bus.connection, oldest.clock, self._bus.metrics, times, oldest.follows)
         self._start(lasting(keeps_time, "keeping the time"), "keep the time")
         await self._bus.connection.flush()
 

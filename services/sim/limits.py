@@ -47,6 +47,6 @@ END_GRACE_S = 1.0
 OVERDUE_MS = 1_000
 """How long after its expiry a lease may be found open: the sweep goes by a clock of its own."""
 GOES_ON_WITHIN_S = 0.2
-"""From a worker's word that it gives an answer away to the attempt that goes on, where nothing is lost or held up."""
+"""From a worker's word that it migrates an answer to the attempt that goes on, where nothing is lost or held up."""
 LEAVES_WITHIN_S = 1.0
 """What a worker may take to leave beside its own waits and the time of its bytes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.machine import available_bytes
 from dataplane.memory.arena import ArenaTooLargeError
-from dataplane.memory.content_tags import BlockContents
+from dataplane.memory.content_macs import BlockContents
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo
 from services.config import MeshConfig, StoreConfig, state_dir
@@ -140,7 +140,9 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
             ttl_s=settings.ttl_s,
             earlier=values.earlier,
         )
-    raise UserError("the store's URL is none: give disk, redis://host:port/0 or valkey://host:port/0, or leave it out")
+    raise UserError(
+        "the store's URL is invalid: give disk, redis://host:port/0 or valkey://host:port/0, or leave it out"
+    )
 
 
 def _restore(memory: StoreMemory, tier: BackTier) -> None:

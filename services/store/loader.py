@@ -48,7 +48,7 @@ class Loader:
         finally:
             self._memory.give_back(blocks)
 
-    def is_coming(self, block_hash: BlockHash, tenant: str) -> bool:
+    def is_in_flight(self, block_hash: BlockHash, tenant: str) -> bool:
         """Say whether a block is being loaded now."""
         return key_of(tenant, block_hash) in self._loads
 

@@ -58,7 +58,7 @@ class ValkeyTier:
     def __init__(
         self, url: str, identity: str, value_bytes: int, *, timeout_s: float, ttl_s: int, earlier: Sequence[str] = ()
     ) -> None:
-        """Connect. Raises UserError for a URL that is none, or a server that does not answer."""
+        """Connect. Raises UserError for an invalid URL, or a server that does not answer."""
         self._prefix = _prefix_of(identity)
         self._earlier = tuple(map(_prefix_of, earlier))
         self._value_bytes = value_bytes

@@ -109,7 +109,7 @@ class Store:
         tasks, holder = self._tasks, self.holder
         await holder.start_serving(tasks)
         holder.start_reading(tasks, self._record)
-        await self._bus.listen(tasks, subjects.COOLING, ("*",), holder.on_event)
+        await self._bus.listen(tasks, subjects.EVICTION_CANDIDATES, ("*",), holder.on_event)
         await holder.subscribe_all(tasks)
         self.reporter.publish_joined()
         self._clockwork.append(tasks.create_task(lasting(self._tick, "the clockwork"), name="tick"))
@@ -144,10 +144,10 @@ class Store:
         assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
         return reply
 
-    def is_coming(self, request: RequestLease, num_blocks: int) -> bool:
+    def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
         """Say whether the block behind the first `num_blocks` of those asked for is being loaded."""
         rest = split_hashes(request.block_hashes)[num_blocks:]
-        return bool(rest) and self._loader.is_coming(rest[0], request.tenant)
+        return bool(rest) and self._loader.is_in_flight(rest[0], request.tenant)
 
     async def purge(self, message: PurgeBlocks, cause: str) -> BlocksPurged:
         """Forget what is in memory and behind it. Where all is to go, so does what this store does not believe."""

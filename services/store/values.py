@@ -2,7 +2,7 @@
 
 Others than holders may write to a folder or a server. So nothing that is read back is believed before a MAC over all of
 it (GMAC, NIST SP 800-38D, with a key of this value alone) proves that somebody with a content secret has written it for
-this block, of this model and this format. The block's own tag (`dataplane/memory/content_tags.py`) is kept with it.
+this block, of this model and this format. The block's own tag (`dataplane/memory/content_macs.py`) is kept with it.
 """
 
 import hmac
@@ -13,7 +13,7 @@ import numpy as np
 
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash
-from dataplane.memory.content_tags import TAG_BYTES, BlockContents
+from dataplane.memory.content_macs import TAG_BYTES, BlockContents
 from services.store.tiers import StoreKey
 
 FORMAT_VERSION = 3

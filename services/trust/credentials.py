@@ -28,16 +28,17 @@ MAX_SIGNERS = 1_024
 """Of so many gateways a holder knows how late it is at least."""
 
 
-class Proof(msgspec.Struct, frozen=True, array_like=True):
-    """A gateway's word, good from `said_ms` to `until_ms` by the clock of `signer`, one life of a gateway."""
+class TenantSignature(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway's signature of whose a request is, good from `signed_ms` to `until_ms` by the clock of `signer`, one
+    life of a gateway."""
 
     signer: str
-    said_ms: int
+    signed_ms: int
     until_ms: int
     signature: bytes
 
 
-_PROOFS = msgspec.msgpack.Decoder(Proof)
+_SIGNATURES = msgspec.msgpack.Decoder(TenantSignature)
 
 
 class TenantSigner:
@@ -53,8 +54,8 @@ class TenantSigner:
         return self._key.public_key().public_bytes_raw().hex()
 
     def sign(self, request_id: RequestId, tenant: str, deadline_ms: int) -> bytes:
-        """Return the proof that this request is this tenant's until its deadline: some 100 bytes."""
-        proof = Proof(self._name, now_ms(), deadline_ms, b"")
+        """Return the signature that this request is this tenant's until its deadline: some 100 bytes."""
+        proof = TenantSignature(self._name, now_ms(), deadline_ms, b"")
         signature = self._key.sign(_tenant_text(request_id, tenant, proof))
         return msgspec.msgpack.encode(msgspec.structs.replace(proof, signature=signature))
 
@@ -66,9 +67,9 @@ class SignerClocks:
     def __init__(self) -> None:
         self._ahead_ms: OrderedDict[str, int] = OrderedDict()
 
-    def is_over(self, proof: Proof, now_ms: int) -> bool:
+    def is_over(self, proof: TenantSignature, now_ms: int) -> bool:
         """Say whether a word that is the signer's is good no more."""
-        ahead_ms = max(proof.said_ms - now_ms, self._ahead_ms.get(proof.signer, proof.said_ms - now_ms))
+        ahead_ms = max(proof.signed_ms - now_ms, self._ahead_ms.get(proof.signer, proof.signed_ms - now_ms))
         self._ahead_ms[proof.signer] = ahead_ms
         self._ahead_ms.move_to_end(proof.signer)
         if len(self._ahead_ms) > MAX_SIGNERS:
@@ -89,23 +90,23 @@ class HolderCredentials:
     def refusal(self, request: RunAttempt | RequestLease, holder: WorkerId) -> Refused | None:
         """Return the refusal of a request to this holder of which nobody has proved whose it is, or None."""
         if isinstance(request, RequestLease) and request.is_copy:
-            if self.secrets.proves(_copy_text(request, holder), request.proof):
+            if self.secrets.proves(_copy_text(request, holder), request.signature):
                 return None
             detail = f"{request.reader} does not prove that it is a holder: are its ticket_secrets the same?"
-            return refuse(request, RefusalReason.UNPROVED, detail)
+            return refuse(request, RefusalReason.UNSIGNED, detail)
         try:
-            proof = _PROOFS.decode(request.proof)
+            proof = _SIGNATURES.decode(request.signature)
             self.tenant_key.verify(proof.signature, _tenant_text(request.request_id, request.tenant, proof))
         except (InvalidSignature, msgspec.DecodeError):
             detail = f"no gateway has signed that it is {request.tenant or 'no tenant'}'s: is tenant_public_key right?"
-            return refuse(request, RefusalReason.UNPROVED, detail)
+            return refuse(request, RefusalReason.UNSIGNED, detail)
         if self.clocks.is_over(proof, now_ms()):
-            return refuse(request, RefusalReason.UNPROVED, "the deadline that a gateway has signed is over")
+            return refuse(request, RefusalReason.UNSIGNED, "the deadline that a gateway has signed is over")
         return None
 
-    def prove_copy(self, request: RequestLease, holder: WorkerId) -> RequestLease:
-        """Return the request of a copy with the proof that a holder asks, for this holder alone."""
-        return msgspec.structs.replace(request, proof=self.secrets.mac(_copy_text(request, holder)))
+    def sign_copy(self, request: RequestLease, holder: WorkerId) -> RequestLease:
+        """Return the request of a copy with the MAC that a holder asks for, good for this holder alone."""
+        return msgspec.structs.replace(request, signature=self.secrets.mac(_copy_text(request, holder)))
 
 
 def signer_of(config: MeshConfig) -> TenantSigner:
@@ -131,8 +132,8 @@ def holder_credentials(config: MeshConfig) -> HolderCredentials:
         raise UserError("tenant_public_key has 64 hexadecimal digits, as `kvmesh bus-config` writes them") from error
 
 
-def _tenant_text(request_id: RequestId, tenant: str, proof: Proof) -> bytes:
-    return msgspec.json.encode(("kvmesh tenant 2", request_id, tenant, proof.signer, proof.said_ms, proof.until_ms))
+def _tenant_text(request_id: RequestId, tenant: str, proof: TenantSignature) -> bytes:
+    return msgspec.json.encode(("kvmesh tenant 2", request_id, tenant, proof.signer, proof.signed_ms, proof.until_ms))
 
 
 def _copy_text(request: RequestLease, holder: WorkerId) -> bytes:

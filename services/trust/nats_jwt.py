@@ -48,7 +48,7 @@ def new_pair(kind: int) -> KeyPair:
 
 
 def pair_of(seed: str) -> KeyPair:
-    """Return the key pair of a seed. Raises ValueError where it is none."""
+    """Return the key pair of a seed. Raises ValueError where it is invalid."""
     try:
         return _from_seed(seed.encode())
     except nkeys.NkeysError as error:

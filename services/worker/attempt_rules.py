@@ -53,12 +53,12 @@ def moving_removed(attempts: Attempts, attempt: Attempt, _: SequenceRemoved, now
     nothing new, so what is cached stays until it is read."""
     attempt.outcome = attempt.moving
     actions = attempts.offer_copies(attempt, now_ms, ended=True)
-    actions.append(attempts.give_away(attempt, attempt.moving, now_ms))
+    actions.append(attempts.migrate(attempt, attempt.moving, now_ms))
     actions += _dropped_by_engine(attempts, attempt)
     if attempts.draining or not attempts.leases.is_expected(attempt.request.request_id):
         return actions + attempts.forget_attempt(attempt, now_ms)
     attempt.enter(RunStage.ENDING)
-    attempts.made_room.append(attempt)
+    attempts.preempted.append(attempt)
     return actions
 
 
@@ -175,7 +175,7 @@ def moves_unless_finished(attempts: Attempts, attempt: Attempt, event: DrainBegu
 def may_wait_no_longer(attempts: Attempts, attempt: Attempt, _: DrainOver, now_ms: int) -> list[Action]:
     """What still owes tokens fails here, and goes on elsewhere."""
     detail = "the worker is draining and may wait no longer"
-    return [attempts.give_away(attempt, detail, now_ms), *attempts.end_attempt(attempt, detail, now_ms)]
+    return [attempts.migrate(attempt, detail, now_ms), *attempts.end_attempt(attempt, detail, now_ms)]
 
 
 def fenced(attempts: Attempts, attempt: Attempt, event: Fenced, now_ms: int) -> list[Action]:

@@ -10,10 +10,10 @@ from schemas.ids import GatewayId, WorkerId
 from schemas.request import AskGrammar, RefusalReason, Refused, RunAttempt, digest_of_grammar, refuse
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.holder.limits import MAX_TOLD_GRAMMAR_CHARACTERS
+from services.holder.limits import MAX_RECEIVED_GRAMMAR_CHARACTERS
 
 
-class ToldGrammars:
+class ReceivedGrammars:
     """Those that one worker was told. They are known by what they say: whoever's a text is, its digest is its own."""
 
     def __init__(self, bus: TypedBus, worker_id: WorkerId, timeout_s: float) -> None:
@@ -72,5 +72,5 @@ class ToldGrammars:
         self._kept[digest] = text
         self._kept.move_to_end(digest)
         num_characters = sum(map(len, self._kept.values()))
-        while num_characters > MAX_TOLD_GRAMMAR_CHARACTERS:
+        while num_characters > MAX_RECEIVED_GRAMMAR_CHARACTERS:
             num_characters -= len(self._kept.popitem(last=False)[1])

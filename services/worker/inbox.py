@@ -13,7 +13,7 @@ from schemas.worker import DrainAnswered, DrainWorker
 from services.bus.typed import Received, TypedBus
 from services.holder.core.events import AttemptAsked
 from services.telemetry import Telemetry
-from services.worker.grammars import ToldGrammars
+from services.worker.grammars import ReceivedGrammars
 from services.worker.observe.spans import times_of
 from services.worker.shell import Worker
 
@@ -45,7 +45,7 @@ class Inbox:
         self._worker_id = worker_id
         self._bus = bus
         self._telemetry = telemetry
-        self._grammars = ToldGrammars(bus, worker_id, answer_timeout_s)
+        self._grammars = ReceivedGrammars(bus, worker_id, answer_timeout_s)
 
     async def start_listening(self, tasks: asyncio.TaskGroup) -> None:
         """Return once all subscriptions are there."""

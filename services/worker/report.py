@@ -42,7 +42,7 @@ class WorkerLoads:
             blocks=reporter.blocks.counts(tables),
             num_running=self.num_running - num_queued,
             num_queued=num_queued,
-            num_waiting_for_twin=core.num_waiting_for_twin,
+            num_waiting_for_duplicate=core.num_waiting_for_duplicate,
             num_uncomputed_tokens=engine.num_uncomputed_tokens + num_awaited,
             num_unreceived_tokens=num_unreceived,
             lines=_lines(attempts),

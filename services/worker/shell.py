@@ -17,7 +17,7 @@ from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, join_hashes
 from schemas.directory import AskHeat
 from schemas.ids import BlockHash, RequestId
-from schemas.kv import BlocksCooling, BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
+from schemas.kv import BlocksPurged, EvictionCandidates, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
 from schemas.message import Message
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import (
@@ -59,8 +59,8 @@ from services.holder.core.rules import Rules
 from services.holder.holder import Holder
 from services.holder.kv.ledger import blocks_in
 from services.holder.limits import (
-    COOLING_SHARE,
-    MAX_COOLING_BLOCKS,
+    CANDIDATE_SHARE,
+    MAX_CANDIDATE_BLOCKS,
     MAX_COPY_READS,
     MAX_HEAT_BLOCKS,
     MAX_LEASES_AWAITED,
@@ -105,7 +105,7 @@ class Worker:
         self._limits = limits
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
-        self.core = AttemptCore(limits, cache, leases, twins=settings.twins)
+        self.core = AttemptCore(limits, cache, leases, wait_for_duplicates=settings.wait_for_duplicates)
         self._copies = CopyCore(limits, cache, partial(num_spare, cache), max_reads=MAX_COPY_READS)
         # Blocks may have become free: what waits for some is begun.
         cores = (self.core, self._copies, self.holder.lending)
@@ -133,7 +133,7 @@ class Worker:
         """Readers that wait for a lease."""
         self._usage = (0, 0)
         """Blocks that can be had, and what runs, when last looked at."""
-        self._cooling: set[Content] = set()
+        self._candidates: set[Content] = set()
         """What would be given up next, when last looked at."""
         self.told_to_leave = asyncio.Event()
         """Set once it is to leave, by an operator or its process."""
@@ -282,28 +282,28 @@ class Worker:
     def tick(self) -> None:
         """Do what the time makes necessary. Raises EngineStoppedError."""
         self.step(TimePassed(), "clock")
-        self._publish_cooling()
+        self._publish_candidates()
 
-    def _publish_cooling(self) -> None:
+    def _publish_candidates(self) -> None:
         """Say which blocks will go soon and have not been named yet, while room is scarce."""
-        if self._cache.num_free * COOLING_SHARE >= self._cache.num_blocks:
-            self._cooling.clear()
+        if self._cache.num_free * CANDIDATE_SHARE >= self._cache.num_blocks:
+            self._candidates.clear()
             return
-        coldest = self._cache.coldest(MAX_COOLING_BLOCKS)
+        coldest = self._cache.coldest(MAX_CANDIDATE_BLOCKS)
         by_tenant: dict[str, list[BlockHash]] = {}
         for content in coldest:
-            if content not in self._cooling:
+            if content not in self._candidates:
                 by_tenant.setdefault(content.tenant, []).append(content.block_hash)
-        self._cooling = set(coldest)
+        self._candidates = set(coldest)
         for tenant, hashes in by_tenant.items():
             self._publish_cools(hashes, tenant)
 
     def _publish_cools(self, hashes: Sequence[BlockHash], tenant: str) -> None:
         me = self.holder.parts.worker_id
-        message = BlocksCooling(
+        message = EvictionCandidates(
             worker_id=me, incarnation=self.holder.blocks.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
         )
-        self.holder.outbox.put(subjects.COOLING, (me,), message)
+        self.holder.outbox.put(subjects.EVICTION_CANDIDATES, (me,), message)
 
     def check_engine(self) -> None:
         """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
@@ -324,11 +324,11 @@ class Worker:
                 assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
                 if isinstance(reply, LeaseGranted) or reply.reason is not RefusalReason.GONE:
                     return reply
-                if not self.is_coming(request, 0):
+                if not self.is_in_flight(request, 0):
                     return reply
                 if now_ms() >= until_ms or self._num_waiting > MAX_LEASES_AWAITED:
                     return refuse(
-                        request, RefusalReason.COMING, f"{self.holder.parts.worker_id} is computing these blocks"
+                        request, RefusalReason.IN_FLIGHT, f"{self.holder.parts.worker_id} is computing these blocks"
                     )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout((until_ms - now_ms()) / 1000):
@@ -336,10 +336,10 @@ class Worker:
         finally:
             self._num_waiting -= 1
 
-    def is_coming(self, request: RequestLease, num_blocks: int) -> bool:
+    def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
         """Say whether the block behind the first `num_blocks` of those asked for is being computed here."""
         rest = request.block_hashes[num_blocks * BLOCK_HASH_BYTES :]
-        if not (rest and self._config.worker.twins and self._cache.keeps_what_is_computed):
+        if not (rest and self._config.worker.wait_for_duplicates and self._cache.keeps_what_is_computed):
             return False
         next_hash = BlockHash(rest[:BLOCK_HASH_BYTES])
         return self.core.is_computing(next_hash, request.first_block + num_blocks, request.tenant)

@@ -88,7 +88,7 @@ class Timers:
 
 
 async def drain(worker: Worker, config: MeshConfig) -> None:
-    """Take no new work, give away what runs, and lend until it has been read, at most for `worker.drain_s` and what
+    """Take no new work, migrate what runs, and lend until it has been read, at most for `worker.drain_s` and what
     readers may take beyond it; then leave what is hottest to those who stay. What nobody could go on with is
     finished instead."""
     timeout_s, times = config.worker.drain_s, config.times.worker

@@ -77,7 +77,7 @@ class WantedCore:
                 return [AttemptUnwanted(key) for key in question.keys if key in said]
             case GatewayUnanswered(question=question):
                 self._hear(question.gateway_id, now_ms)
-                self._detector.settle(now_ms)
+                self._detector.begin_recovery(now_ms)
             case GatewayUnserved(question=question):
                 gateway = self._gateways.setdefault(question.gateway_id, Peer(now_ms))
                 if gateway.is_gone(question.asked_ms, self._detector, now_ms):

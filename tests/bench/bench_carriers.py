@@ -88,7 +88,7 @@ class OpenGate:
     def give_back(self) -> None:
         pass
 
-    def content_tags(self) -> bytes:
+    def content_macs(self) -> bytes:
         return b""
 
     def still_valid(self) -> bool:

@@ -327,7 +327,7 @@ async def measure(sizes: list[int], window_s: float, changes_per_s: float) -> li
             await made.grow(size, rng)
             await made.until_known(asking)
             changing = asyncio.create_task(made.change(changes_per_s, rng))
-            report(f"{size:,} workers: settling")
+            report(f"{size:,} workers: recovering")
             await asyncio.sleep(SETTLE_S)
             before, lost_before = await made.snapshot(client), sum(worker.num_lost for worker in made.workers)
             report(f"{size:,} workers: measuring for {window_s:g} s")

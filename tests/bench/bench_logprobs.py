@@ -1,4 +1,4 @@
-"""Logarithms of tokens' probabilities: how far they are from transformers', and what a prompt's cost a request whose
+"""Logprobs: how far they are from transformers', and what a prompt's cost a request whose
 prompt is cached, as all of it is computed anew. `python -m tests.bench.bench_logprobs [--json]`.
 
 The differences are of the engine alone, in float32, with chunks of 16 tokens, over all tokens and the five likeliest
@@ -36,7 +36,7 @@ PROMPT_LENGTHS = (45, 200)
 CHUNK_TOKENS = 16
 WARM_UP_ROUNDS = 3
 ECHO: dict[str, Any] = {"echo": True, "logprobs": 5}
-ASKED: dict[str, dict[str, Any]] = {"computed": {}, "cached": {}, "cached, echoed with logarithms": ECHO}
+ASKED: dict[str, dict[str, Any]] = {"computed": {}, "cached": {}, "cached, echoed with logprobs": ECHO}
 """In this order, of the same prompt."""
 
 

@@ -36,7 +36,7 @@ from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
-from dataplane.memory.content_tags import BlockContents, ExpectedContent
+from dataplane.memory.content_macs import BlockContents, ExpectedContent
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.handoff import Endpoint
@@ -202,7 +202,7 @@ class Bench:
             )
             await self.reader.read_kv(request)
             read_s += time.perf_counter() - granted_at
-            assert answer.more_comes or answer.num_tokens == self.num_blocks * BLOCK_SIZE, "it is all behind the store"
+            assert answer.has_more or answer.num_tokens == self.num_blocks * BLOCK_SIZE, "it is all behind the store"
             num_blocks, num_leases = answer.num_tokens // BLOCK_SIZE, num_leases + 1
         seconds = time.perf_counter() - started
         return Restored(seconds=seconds, waited_s=waited_s, read_s=read_s, num_leases=num_leases)

@@ -441,7 +441,7 @@ def test_the_last_event_of_another_server_may_have_all_tokens() -> None:
 def test_a_stream_that_is_none() -> None:
     with pytest.raises(RequestFailedError, match="no worker"):
         EventTimes().add_event(event(error={"message": "no worker", "type": "server_error"}), 1)
-    with pytest.raises(RequestFailedError, match="an event that is none"):
+    with pytest.raises(RequestFailedError, match="sent an invalid event"):
         EventTimes().add_event(b"{", 1)
     with pytest.raises(RequestFailedError, match="usage"):
         EventTimes().completion(1)

@@ -24,7 +24,7 @@ from services.trust.keys import BusAccess
 from tests.waiting import until
 
 SELDOM_PINGED = Times(bus=BusTimes(ping_interval_s=1_000.0))
-"""By its pings the library would find out some time that it is deaf."""
+"""By its pings the library would find out some time that it is partitioned."""
 LONG_S = 30.0
 
 PERMISSIONS = """
@@ -206,7 +206,8 @@ async def test_a_flush_does_not_return_before_the_broker_does(start_server: Star
 
 @pytest.mark.parametrize("whose", ["ours", "the library's"])
 async def test_who_gave_up_on_a_paused_broker_hears_it_again(start_server: StartServer, whose: str) -> None:
-    """What is answered late found a cancelled future, and ended the library's reading task: deaf, and yet connected."""
+    """What is answered late found a cancelled future, and ended the library's reading task: it received nothing, and
+    was connected."""
     broker = start_server()
     server, client = (
         await NatsBus.connect(BusAccess(broker.url), "server"),

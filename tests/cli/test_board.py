@@ -64,7 +64,7 @@ def test_requests_are_where_their_story_says() -> None:
     board.add_message(told(story.RequestCancelled, 1, reason="gone", num_tokens=0), 10.0, NOW_MS)
     assert board.phases(10.0) == {"placing": 1}
     assert (board.ends, board.num_resumed) == ({"finished": 1, "cancelled": 1, "failed": 1}, 1)
-    assert board.num_moved == 1, "and it was given away"
+    assert board.num_moved == 1, "and it was migrated"
 
 
 def test_a_request_whose_end_is_not_heard_is_dropped_after_its_deadline() -> None:

@@ -155,15 +155,15 @@ BAD_RELATIONS = [
     ("[gateway]\naccept_timeout_s = 4.5", "gateway.accept_timeout_s = 4.5", "gateway.worker_silent_ms = 3000"),
     (
         "[gateway]\naccept_timeout_s = 1.0\nworker_silent_ms = 1200\n[worker]\nfence_after_ms = 500\n",
-        "times.presence.deaf_after_ms = 1500",
+        "times.presence.partitioned_after_ms = 1500",
         "gateway.worker_silent_ms = 1200",
     ),
     ("[gateway]\nrequest_timeout_s = 1.5", "gateway.accept_timeout_s = 2", "gateway.request_timeout_s = 1.5"),
     ("[store]\ntimeout_ms = 2000", "store.timeout_ms = 2000", "times.worker.lease_answer_ms = 2000"),
     (
-        "[times.presence]\ndeaf_after_ms = 1200",
+        "[times.presence]\npartitioned_after_ms = 1200",
         "4 × times.presence.beat_interval_ms = 1200",
-        "times.presence.deaf_after_ms = 1200",
+        "times.presence.partitioned_after_ms = 1200",
     ),
     (
         "[times.directory]\nforget_after_ms = 500",
@@ -201,7 +201,7 @@ def test_a_scale_multiplies_every_wait_and_no_pace(tmp_path: Path) -> None:
     config, plain = load_config(path), MeshConfig()
     assert (config.times.gateway.head_s, config.worker.lease_ms) == (60.0, 200_000)
     assert config.times.plane.connect_s == 20 * plain.times.plane.connect_s
-    assert config.times.presence.settle_ms == 20 * plain.times.presence.settle_ms
+    assert config.times.presence.recover_ms == 20 * plain.times.presence.recover_ms
     assert config.store.timeout_ms == 20 * plain.store.timeout_ms
     assert config.times.presence.beat_interval_ms == plain.times.presence.beat_interval_ms
     assert config.scheduler.ping_interval_ms == plain.scheduler.ping_interval_ms

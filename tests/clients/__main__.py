@@ -109,7 +109,7 @@ such as a person writes, with nothing in it that is ours. They run on other serv
 `OPENAI_API_KEY` and `MODEL` say where.
 
 The demo model follows no instructions. What is checked is that an answer has the form that was asked for: a tool's
-arguments fit its schema, JSON is valid, logarithms are there, streams end as they should. `make test` runs two of them,
+arguments fit its schema, JSON is valid, logprobs are there, streams end as they should. `make test` runs two of them,
 openai-python and openai-node.
 """
 

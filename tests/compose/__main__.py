@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.compose import standins
+from tests.compose import fakes
 from tests.compose.docker import COMPOSE_FILE, IMAGE, DockerError, Project, docker, has_image, why_not
 from tests.compose.mesh import CheckFailedError, Mesh
 
@@ -31,10 +31,10 @@ def main() -> int:
         return skip(f"there is no Docker to try it with ({reason})")
     overrides: list[Path] = []
     if not all(map(has_image, base_images())):
-        if reason := standins.why_not():
+        if reason := fakes.why_not():
             return skip(reason)
-        step("stand-ins for the base images: no registry can be reached", standins.make)
-        overrides = [standins.OVERRIDE]
+        step("fakes for the base images: no registry can be reached", fakes.make)
+        overrides = [fakes.OVERRIDE]
     port = free_port()
     env = {**os.environ, "KVMESH_PORT": str(port), "KVMESH_IMAGE": IMAGE, "OTEL_EXPORTER_OTLP_ENDPOINT": ""}
     project = Project(PROJECT, overrides, {name: value for name, value in env.items() if name != "KVMESH_MODEL"})
@@ -94,7 +94,7 @@ def skip(reason: str) -> int:
 
 
 def base_images() -> list[str]:
-    """Return the images that are not built here, and that stand-ins could replace."""
+    """Return the images that are not built here, and that fakes could replace."""
     dockerfile = COMPOSE_FILE.with_name("Dockerfile").read_text()
     python = dockerfile.split("ARG PYTHON_IMAGE=", 1)[1].split()[0]
     images = [line.split()[1] for line in COMPOSE_FILE.read_text().splitlines() if line.strip().startswith("image: ")]

@@ -32,7 +32,7 @@ from tests.compose.__main__ import base_images
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
 MESH, GPU = COMPOSE / "compose.yaml", COMPOSE / "gpu.yaml"
-STANDINS = ROOT / "tests" / "compose" / "standins.yaml"
+FAKES = ROOT / "tests" / "compose" / "fakes.yaml"
 SIZES = {"kb": 1024, "mb": 1024**2, "gb": 1024**3}
 
 
@@ -214,17 +214,17 @@ def test_the_gpu_override_tells_every_service_of_the_cards(
 
 
 def test_stand_ins_replace_what_is_not_built_here(services: dict[str, Any]) -> None:
-    replaced = load_yaml(STANDINS)["services"]
+    replaced = load_yaml(FAKES)["services"]
     assert {name: replaced[name]["image"] for name in replaced if name != "config"} == {
-        "nats": "kvmesh-standin/nats",
-        "valkey": "kvmesh-standin/valkey",
+        "nats": "kvmesh-fake/nats",
+        "valkey": "kvmesh-fake/valkey",
     }
-    assert replaced["config"]["build"]["args"] == {"PYTHON_IMAGE": "kvmesh-standin/python"}
+    assert replaced["config"]["build"]["args"] == {"PYTHON_IMAGE": "kvmesh-fake/python"}
     assert base_images()[0].startswith("python:3.11.")
     assert base_images()[1:] == [services["nats"]["image"], services["valkey"]["image"]]
 
 
-@pytest.mark.parametrize("files", [[MESH], [MESH, GPU], [MESH, STANDINS]], ids=lambda files: files[-1].name)
+@pytest.mark.parametrize("files", [[MESH], [MESH, GPU], [MESH, FAKES]], ids=lambda files: files[-1].name)
 def test_docker_compose_takes_the_files(files: list[Path]) -> None:
     """Whole, with every profile; nothing is started, so that no engine is needed."""
     docker = shutil.which("docker")

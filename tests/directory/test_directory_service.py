@@ -314,8 +314,8 @@ async def test_an_inventory_that_never_comes_is_asked_for_again() -> None:
     broker, stop = MemoryBroker(), asyncio.Event()
     tokens = list(range(8))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        deaf = MemoryBus(broker)
-        ear = await deaf.subscribe(subjects.INVENTORY.of(WORKER))  # hears, and says nothing
+        partitioned = MemoryBus(broker)
+        ear = await partitioned.subscribe(subjects.INVENTORY.of(WORKER))  # hears, and says nothing
         worker = FakeWorker(MemoryBus(broker))
         await worker.store(tokens, lost=True)
         tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), Telemetry("directory"), stop))
@@ -323,7 +323,7 @@ async def test_an_inventory_that_never_comes_is_asked_for_again() -> None:
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         async for _ in ear:
             break
-        await deaf.close()
+        await partitioned.close()
         await worker.start(tasks)
         while await worker.locate(tokens) != 2:
             await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)

@@ -1,4 +1,4 @@
-"""Logarithms of tokens' probabilities equal transformers' own, however a prompt is cut into chunks and wherever an
+"""Logprobs equal transformers' own, however a prompt is cut into chunks and wherever an
 answer goes on."""
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def wanted(**sampling: object) -> SamplingParams:
 
 
 def largest_difference(found: list[TokenLogprob], rows: torch.Tensor, token_ids: list[int]) -> float:
-    """Return how far the logarithms are from the library's, by token; the likeliest must be the library's own."""
+    """Return how far the logprobs are from the library's, by token; the likeliest must be the library's own."""
     assert len(found) == len(token_ids) == len(rows)
     worst = 0.0
     for one, row, token_id in zip(found, rows, token_ids, strict=True):
@@ -83,7 +83,7 @@ def check(folder: Path, engine: Engine, prompt: list[int], budget: int, sampling
 def differences(
     folder: Path, engine: Engine, prompt: list[int], budget: int, sampling: SamplingParams
 ) -> tuple[float, float]:
-    """Return the largest ones of a prompt's and of its answer's logarithms."""
+    """Return the largest ones of a prompt's and of its answer's logprobs."""
     sequence = make_sequence("r", prompt, Allocator(run=3).take(len(prompt) + 8), sampling)
     sequence.wants_prompt_logprobs = True
     answer = run(engine, sequence, budget)

@@ -30,9 +30,7 @@ NUM_ANSWER = 20
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=NUM_ANSWER, temperature=0.0, ignore_eos=True),
     "seeded": SamplingParams(max_tokens=NUM_ANSWER, temperature=1.0, seed=4, ignore_eos=True),
-    "logarithms": SamplingParams(
-        max_tokens=NUM_ANSWER, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1
-    ),
+    "logprobs": SamplingParams(max_tokens=NUM_ANSWER, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1),
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 
@@ -148,9 +146,9 @@ def test_an_answer_is_the_same_in_both(kind: str, workers: Workers) -> None:
         told = [*(tokens[0].prompt_logprobs or ()), *(token.logprob for token in tokens if token.logprob is not None)]
         return answer, [[token for token, _ in each.top] for each in told], [each.logprob for each in told]
 
-    (answer, tops, logarithms), (answer_apart, tops_apart, logarithms_apart) = both(workers, run)
+    (answer, tops, logprobs), (answer_apart, tops_apart, logarithms_apart) = both(workers, run)
     assert (answer, tops) == (answer_apart, tops_apart)
-    assert logarithms == pytest.approx(logarithms_apart, abs=1e-4), "sums of another order may differ in the last bits"
+    assert logprobs == pytest.approx(logarithms_apart, abs=1e-4), "sums of another order may differ in the last bits"
 
 
 def test_a_prompt_is_told_layer_by_layer_and_goes_on_elsewhere(workers: Workers) -> None:

@@ -236,7 +236,7 @@ def thinker(model: GatewayModel) -> GatewayModel:
 
 
 def pieces(thinker: GatewayModel, text: str, **fields: Any) -> tuple[str, str]:
-    reader = prepared(thinker, **fields).reading.reader(StopMatcher(()))
+    reader = prepared(thinker, **fields).parser.reader(StopMatcher(()))
     found = [*reader.feed(text), *reader.finish()]
     told = {"Reasoning": "", "Content": ""}
     for piece in found:

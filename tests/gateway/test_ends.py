@@ -160,7 +160,7 @@ async def test_thoughts_that_are_not_told_have_no_tokens_either(
         assert told["token_ids"] == rig.mesh.answers([]) and len(told["logprobs"]["content"]) == len(told["token_ids"])
 
 
-async def test_logarithms_of_a_message_are_those_of_its_text(open_rig: OpenRig, thinker: Path) -> None:
+async def test_logprobs_of_a_message_are_those_of_its_text(open_rig: OpenRig, thinker: Path) -> None:
     async with saying(open_rig, f"<think>\n{THOUGHT}\n</think>\n\nMild.", model_path=thinker) as rig:
         found = await ask(rig, RESPONSES, include=["message.output_text.logprobs"], top_logprobs=1)
         message = next(item for item in found["output"] if item["type"] == "message")

@@ -508,7 +508,7 @@ def test_the_core_is_pure(module: ModuleType) -> None:
     assert imported <= {"enum", "dataclasses", "collections.abc", "typing", *ours}
 
 
-def test_logarithms_go_out_with_their_tokens_whatever_order_they_come_in() -> None:
+def test_logprobs_go_out_with_their_tokens_whatever_order_they_come_in() -> None:
     one, two, three, of_prompt = (TokenLogprob(-float(n)) for n in range(4))
     request = new(max_tokens=3)
     feed(request, placed())
@@ -517,7 +517,7 @@ def test_logarithms_go_out_with_their_tokens_whatever_order_they_come_in() -> No
     assert feed(request, late)[:1] == [Deliver(0, (1, 2, 3), (one, two, three), (of_prompt,))]
 
 
-def test_logarithms_go_out_once_over_a_second_attempt() -> None:
+def test_logprobs_go_out_once_over_a_second_attempt() -> None:
     one, two, again, of_prompt = (TokenLogprob(-float(n)) for n in range(4))
     request = new(max_tokens=3)
     feed(request, placed(), TokensReceived(1, P1, 0, (1,), logprobs=(one,), prompt_logprobs=(of_prompt,)))

@@ -37,7 +37,7 @@ from tests.share import examples
 CONFIG = MeshConfig()
 TIMES = CONFIG.times
 GAP_MS, DEAF_AFTER_MS, UNSERVED_GAP_MS = (
-    TIMES.gateway.gap_ms, TIMES.presence.deaf_after_ms, TIMES.presence.unserved_gap_ms
+    TIMES.gateway.gap_ms, TIMES.presence.partitioned_after_ms, TIMES.presence.unserved_gap_ms
 )  # fmt: skip
 LEFT_D1 = WorkerLost(D1, "silent")
 
@@ -292,7 +292,7 @@ def test_a_broker_that_stays_away_ends_the_wait() -> None:
         waited_ms += 1_000
     assert (
         isinstance(out[-1], FailRequest)
-        and waited_ms == 1000 * CONFIG.gateway.place_wait_s + CONFIG.times.gateway.deaf_wait_ms
+        and waited_ms == 1000 * CONFIG.gateway.place_wait_s + CONFIG.times.gateway.partitioned_wait_ms
     )
 
 

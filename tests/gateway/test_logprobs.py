@@ -1,4 +1,4 @@
-"""Logarithms as clients get them: OpenAI's forms, echoed prompts, vLLM's prompt logarithms."""
+"""Logprobs as clients get them: OpenAI's forms, echoed prompts, vLLM's prompt logprobs."""
 
 import json
 from typing import Any
@@ -80,7 +80,7 @@ async def test_without_the_wish_there_are_none(rig: Rig, path: str) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-async def test_an_echo_begins_with_the_prompt_and_its_logarithms(rig: Rig, max_tokens: int) -> None:
+async def test_an_echo_begins_with_the_prompt_and_its_logprobs(rig: Rig, max_tokens: int) -> None:
     answer = await ask(
         rig, C, logprobs=2, echo=True, max_tokens=max_tokens, prompt="The old harbour", return_token_ids=True
     )
@@ -103,7 +103,7 @@ async def test_a_streamed_echo_is_the_same_text(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("path", [C, H])
-async def test_prompt_logarithms_in_vllms_form(rig: Rig, path: str) -> None:
+async def test_prompt_logprobs_in_vllms_form(rig: Rig, path: str) -> None:
     answer = await ask(rig, path, prompt_logprobs=1)
     found = answer["prompt_logprobs"] if path == H else answer["choices"][0]["prompt_logprobs"]
     prompt = rig.model.codec.encode("Hi") if path == C else None
@@ -121,14 +121,14 @@ async def test_tokens_may_be_named_by_their_ids(rig: Rig) -> None:
     assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
 
 
-async def test_logarithms_survive_a_lost_message_and_a_second_attempt(rig: Rig) -> None:
+async def test_logprobs_survive_a_lost_message_and_a_second_attempt(rig: Rig) -> None:
     calm = (await ask(rig, H, logprobs=True, top_logprobs=2, seed=3))["choices"][0]
     rig.mesh.conduct = {"p1": Conduct(drops=(0,)), "d1": Conduct(fails_at=3)}
     assert (await ask(rig, H, logprobs=True, top_logprobs=2, seed=3))["choices"][0] == calm
 
 
 @pytest.mark.parametrize("packed", ["none", "short"])
-async def test_tokens_without_the_logarithms_that_are_wanted_are_dropped(rig: Rig, packed: str) -> None:
+async def test_tokens_without_the_logprobs_that_are_wanted_are_dropped(rig: Rig, packed: str) -> None:
     from schemas.block import pack_tokens
     from schemas.ids import RequestId, WorkerId
     from schemas.logprobs import TokenLogprob, pack_logprobs

@@ -1,11 +1,11 @@
-"""A request whose worker gives it away: it goes on where the KV can be read, and no number bounds how often."""
+"""A request whose worker migrates it: it goes on where the KV can be read, and no number bounds how often."""
 
 import pytest
 
 from schemas.ids import WorkerId
 from schemas.request import AttemptFailure, KVSource, RefusalReason, RequestFailure
 from services.gateway.limits import DEATHS_WITHIN_MS, MAX_DEATHS
-from services.gateway.request.core import GIVEN_AWAY, Phase, RequestCore
+from services.gateway.request.core import MIGRATED, Phase, RequestCore
 from services.gateway.request.events import (
     AskPlacement,
     Deliver,
@@ -35,7 +35,7 @@ def running() -> RequestCore:
     return request
 
 
-@pytest.mark.parametrize("code", GIVEN_AWAY)
+@pytest.mark.parametrize("code", MIGRATED)
 def test_a_moved_answer_is_placed_at_once_with_what_its_worker_holds(code: AttemptFailure) -> None:
     request = running()
     assert request.handle(moved(D1, code=code), NOW) == [
@@ -68,7 +68,7 @@ def test_a_placement_that_must_wait_still_knows_where_the_answer_lies() -> None:
     assert request.tick(request.wake_ms) == [AskPlacement(2, (D1,), 3, lies(D1))]
 
 
-def test_an_answer_that_all_workers_of_a_mesh_give_away_one_after_another_is_not_given_up() -> None:
+def test_an_answer_that_all_workers_of_a_mesh_migrate_one_after_another_is_not_given_up() -> None:
     """As a rolling restart may do to a prompt that takes long: no attempt of it is counted as one in vain."""
     request = new(max_attempts=3)
     feed(request, placed())

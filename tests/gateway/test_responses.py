@@ -180,7 +180,7 @@ def test_what_asks_for_nothing_is_taken(model: GatewayModel, fields: dict[str, A
     assert prepare(model, asked(**fields).chat).constraint is None
 
 
-async def test_logarithms(rig: Rig) -> None:
+async def test_logprobs(rig: Rig) -> None:
     body = {"model": rig.model.name, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = (await rig.http.post(PATH, json=body)).json()
     told = whole["output"][0]["content"][0]["logprobs"]

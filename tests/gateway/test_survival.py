@@ -187,12 +187,12 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
         rig.mesh.answers = lambda prompt: long if len(prompt) == 7 else rig.answer
         fields = {"prompt": [5] * 7, "max_tokens": 4_000, "stream": True, "return_token_ids": True}
         payload = json.dumps(body(rig, **fields))
-        loop, deaf = asyncio.get_running_loop(), socket.socket()
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-        deaf.setblocking(False)
-        await loop.sock_connect(deaf, ("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
+        loop, partitioned = asyncio.get_running_loop(), socket.socket()
+        partitioned.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        partitioned.setblocking(False)
+        await loop.sock_connect(partitioned, ("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
         head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
-        await loop.sock_sendall(deaf, f"POST {C} HTTP/1.1\r\n{head}{payload}".encode())
+        await loop.sock_sendall(partitioned, f"POST {C} HTTP/1.1\r\n{head}{payload}".encode())
         await rig.mesh.until(lambda: len(rig.mesh.runs) == 1)
         run = rig.mesh.runs[0]
         others = await asyncio.gather(*(rig.http.post(C, json=body(rig, stream=True)) for _ in range(4)))
@@ -203,7 +203,7 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
         assert "kvmesh_gateway_running_requests 0.0" in metrics  # the mesh has done with it; its answer waits as ids
         ended = [line.split()[1] for line in metrics.splitlines() if line.startswith("kvmesh_gateway_requests_total")]
         assert ended == ["5.0"]
-        deaf.close()
+        partitioned.close()
 
 
 async def test_a_body_that_never_ends_is_not_waited_for(open_rig: OpenRig) -> None:

@@ -21,7 +21,7 @@ TEXT = "one two three " * 6_000
 
 
 @contextlib.asynccontextmanager
-async def deaf(
+async def partitioned(
     rig: Rig, key: str, path: str, connection: str = "keep-alive", **body: Any
 ) -> AsyncIterator[socket.socket]:
     """A client that asks and does not read."""
@@ -69,7 +69,7 @@ async def test_no_more_tokens_than_a_context_has_are_spelled(rig: Rig) -> None:
 async def test_unread_replies_are_bounded_by_tenant(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_REPLIES_BYTES", 1 << 20)
     async with open_rig(gateway=TENANTS, send_buffer=4_096) as rig:
-        async with deaf(rig, "key-a", "/tokenize", prompt=TEXT, return_token_strs=True) as first:
+        async with partitioned(rig, "key-a", "/tokenize", prompt=TEXT, return_token_strs=True) as first:
             await is_answering(first)
             status, refused = await tokenize(rig, "key-a")
             assert (status, refused["error"]["code"]) == (503, "overloaded"), "half of it has one tenant"
@@ -117,7 +117,7 @@ async def test_a_client_that_does_not_read_is_cut_off(
     monkeypatch.setattr(HttpConnection, "drop", seen)
     async with open_rig(gateway=TENANTS, send_buffer=4_096, times={"unread_s": 0.2}) as rig:
         fields = {"prompt": TEXT, "return_token_strs": True}
-        async with deaf(rig, "key-a", "/tokenize", connection=connection, **fields) as peer:
+        async with partitioned(rig, "key-a", "/tokenize", connection=connection, **fields) as peer:
             await dropped.wait()
             loop, found = asyncio.get_running_loop(), b""
             while part := await loop.sock_recv(peer, 1 << 16):

@@ -13,7 +13,7 @@ from schemas.ids import RequestId, WorkerId
 from schemas.request import (
     AskGrammar,
     AttemptFailure,
-    GrammarTold,
+    GrammarSent,
     RefusalReason,
     Refused,
     RunAttempt,
@@ -147,14 +147,14 @@ def told_by_digest(seed: int = 0) -> SamplingParams:
     return msgspec.structs.replace(wanted(seed=seed), grammar="", grammar_digest=digest_of_grammar(LONG))
 
 
-def told(asked: AskGrammar, text: str) -> GrammarTold:
-    return GrammarTold(request_id=asked.request_id, attempt=asked.attempt, deadline_ms=asked.deadline_ms, grammar=text)
+def told(asked: AskGrammar, text: str) -> GrammarSent:
+    return GrammarSent(request_id=asked.request_id, attempt=asked.attempt, deadline_ms=asked.deadline_ms, grammar=text)
 
 
 async def test_a_long_grammar_is_told_to_each_worker_once() -> None:
     told_to: list[AskGrammar] = []
 
-    async def tell(received: Received[AskGrammar]) -> GrammarTold:
+    async def tell(received: Received[AskGrammar]) -> GrammarSent:
         told_to.append(received.message)
         return told(received.message, LONG)
 
@@ -178,7 +178,7 @@ async def test_a_long_grammar_is_told_to_each_worker_once() -> None:
     ids=["request is over", "another text", "nobody answers"],
 )
 async def test_without_its_grammar_no_attempt_begins(says: str | None, reason: RefusalReason) -> None:
-    async def tell(received: Received[AskGrammar]) -> GrammarTold:
+    async def tell(received: Received[AskGrammar]) -> GrammarSent:
         return told(received.message, says or "")
 
     async with one_process_mesh(make_parts("d-0", "decode", start_grammar=long_grammar)) as client:

@@ -1,4 +1,4 @@
-"""Logarithms through real processes, split, cached and over a killed worker, equal transformers' own."""
+"""Logprobs through real processes, split, cached and over a killed worker, equal transformers' own."""
 
 import json
 from functools import cache
@@ -38,7 +38,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def largest_difference(choice: dict[str, Any], prompt: list[int]) -> float:
-    """Return how far an echoed choice's logarithms are from the library's."""
+    """Return how far an echoed choice's logprobs are from the library's."""
     token_ids = [*prompt, *choice["token_ids"]]
     found, rows = choice["logprobs"], library(token_ids)
     assert len(found["token_logprobs"]) == len(token_ids) and found["token_logprobs"][0] is None
@@ -54,7 +54,7 @@ def largest_difference(choice: dict[str, Any], prompt: list[int]) -> float:
 def echoes_split_and_cached(
     running_mesh: RunningMesh, folder: Path, options: Launch, tolerance: float = TOLERANCE
 ) -> None:
-    """Ask for prompts back with logarithms, where they are cached, on a mesh of one prefill and one decode worker."""
+    """Ask for prompts back with logprobs, where they are cached, on a mesh of one prefill and one decode worker."""
     worst = 0.0
     with running_mesh(folder, changed(options, {"num_prefill": 1, "num_decode": 1, "config.gateway.port": 0})) as mesh:
         for length in (2, 17, 60, 700):
@@ -69,7 +69,7 @@ def echoes_split_and_cached(
                 had = choice["token_ids"]
                 where = answer["usage"]["kvmesh"]
                 assert where["prefill_worker"] != where["decode_worker"]
-                assert where["prefill"]["recomputed_tokens"] == length, "its logarithms need all of it"
+                assert where["prefill"]["recomputed_tokens"] == length, "its logprobs need all of it"
         mesh.assert_no_blocks_held()
     print(f"\nlargest difference: {worst:.1e}")
     assert worst < tolerance

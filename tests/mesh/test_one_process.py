@@ -115,7 +115,7 @@ async def test_cancel_frees_blocks_on_both_sides() -> None:
 async def test_room_is_told_as_soon_as_it_is_there() -> None:
     """Not when the load is told next anyway: the scheduler would place by what is no more."""
     times = Times(
-        presence=PresenceTimes(beat_interval_ms=3_600_000, deaf_after_ms=15_000_000),
+        presence=PresenceTimes(beat_interval_ms=3_600_000, partitioned_after_ms=15_000_000),
         worker=WorkerTimes(load_min_gap_s=0.3),  # what changes within the gap is told at its end
         directory=DirectoryTimes(forget_after_ms=15_000_000),
     )

@@ -1,4 +1,4 @@
-"""Grammars, penalties, masks, logarithms and several choices at once: the same tokens however their KV came to be."""
+"""Grammars, penalties, masks, logprobs and several choices at once: the same tokens however their KV came to be."""
 
 import json
 import random
@@ -63,7 +63,7 @@ class Answered:
 
 
 class Asking:
-    """Asks for each case and compares every choice with what one process said, logarithms with the first answer's."""
+    """Asks for each case and compares every choice with what one process said, logprobs with the first answer's."""
 
     def __init__(self, mesh: Mesh, expected: dict[str, list[list[int]]], cases: dict[str, Case]) -> None:
         self._mesh, self._expected, self._cases = mesh, expected, cases

@@ -17,7 +17,7 @@ from schemas.observe import RequestDescribed
 from schemas.subjects import Role
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
-from services.cli.messages import subjects_of, unheard_by
+from services.cli.messages import not_received_by, subjects_of
 from services.errors import UserError
 from services.trust.keys import BusAccess
 from tests.pages.limits import TIMEOUT_S
@@ -131,12 +131,12 @@ def _is_question(delivery: Delivery) -> bool:
 def section(heard: Heard) -> str:
     """Return the text between the markers."""
     rows = [
-        f"| `{listening.subscription}` | {heard_by(listening.subscription)} | {listening.shows} |"
+        f"| `{listening.subscription}` | {received_by(listening.subscription)} | {listening.shows} |"
         for listening in LISTENING
     ]
     lines = ["| `kvmesh sub` | who hears it | what it shows |", "|---|---|---|", *rows, "", "```"]
     for listening in LISTENING:
-        flag = " --operator" if heard_by(listening.subscription) == Role.OPERATOR else ""
+        flag = " --operator" if received_by(listening.subscription) == Role.OPERATOR else ""
         lines.append(f"$ kvmesh sub '{listening.subscription}'{flag}")
         for subject, payload in _shown(listening, heard):
             lines += [_cut(subject), _cut(f"  {_brief(payload)}")]
@@ -147,10 +147,10 @@ def section(heard: Heard) -> str:
     return "\n".join([*lines, "```"])
 
 
-def heard_by(subscription: str) -> str:
+def received_by(subscription: str) -> str:
     """Return who hears a subscription, by the permissions on the broker. Operators hear all."""
     found = subjects_of(subscription)
-    unheard = unheard_by(Role.OBSERVER, found)
+    unheard = not_received_by(Role.OBSERVER, found)
     if len(unheard) == len(found):
         return Role.OPERATOR
     ends = ", ".join(f"`{subject.pattern.rsplit('.', 1)[-1]}`" for subject in unheard)

@@ -28,8 +28,8 @@ from tests.pages.message_tables import message_tables
 
 def subject_table() -> str:
     """Return every subject, what it carries, who may say and who may hear it, as a Markdown table."""
-    rows = [f"| `{s.named}` | {_carries(s)} | {_members(s.said_by)} | {_heard_by(s)} |" for s in SUBJECTS]
-    return "\n".join(["| subject | carries → reply | said by | heard by |", "|---|---|---|---|", *rows])
+    rows = [f"| `{s.named}` | {_carries(s)} | {_members(s.published_by)} | {_received_by(s)} |" for s in SUBJECTS]
+    return "\n".join(["| subject | carries → reply | published by | received by |", "|---|---|---|---|", *rows])
 
 
 def parameter_table() -> str:
@@ -60,7 +60,7 @@ def permissions_table() -> str:
 
 def _cell(subject: Subject[Any, Any], role: Role) -> str:
     cells: list[str] = []
-    for verb, grants in (("says", subject.said_by), ("hears", subject.heard_by)):
+    for verb, grants in (("publishes", subject.published_by), ("receives", subject.received_by)):
         own = [f" as `{grant.own}`" if grant.own else "" for grant in grants if grant.role is role]
         if own:
             cells.append(verb + " or".join(own))
@@ -218,8 +218,8 @@ def _members(grants: tuple[Permit, ...]) -> str:
     return ", ".join(names)
 
 
-def _heard_by(subject: Subject[Any, Any]) -> str:
-    members = _members(tuple(grant for grant in subject.heard_by if grant.role is not Role.OPERATOR))
+def _received_by(subject: Subject[Any, Any]) -> str:
+    members = _members(tuple(grant for grant in subject.received_by if grant.role is not Role.OPERATOR))
     return f"{members} (queue group)" if subject.queue else members
 
 

@@ -347,7 +347,7 @@ class GateLease:
     kv: Grant
     traceparent: str = ""
 
-    def content_tags(self) -> bytes:
+    def content_macs(self) -> bytes:
         return b""
 
     def give_back(self) -> None:

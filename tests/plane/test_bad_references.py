@@ -56,7 +56,7 @@ from tests.plane.harness import (
     random_kv,
     write_kv,
 )
-from tests.plane.test_strangers import proxy
+from tests.plane.test_unauthenticated import proxy
 from tests.worker import worker_cases as case
 
 OPEN_LEASE_WITHIN_MS = Times().worker.open_lease_within_ms

@@ -24,7 +24,7 @@ from dataplane.protocol.stream import (
     encode_header,
 )
 from tests.plane.harness import KV, Holder, Target, running, use_cards
-from tests.plane.test_strangers import END, commit, hears, impostor, knock, opening, proxy
+from tests.plane.test_unauthenticated import END, commit, hears, impostor, knock, opening, proxy
 
 LAYOUT = KVLayout(weights="w", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=32, block_size=16)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -34,8 +34,8 @@ from dataplane.protocol.stream import (
 from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
 from tests.plane.harness import SECRET, SECRETS, Holder, Target, random_kv, running
-from tests.plane.test_strangers import knock, pump
 from tests.plane.test_ticket import TICKET
+from tests.plane.test_unauthenticated import knock, pump
 
 Frame = tuple[Header, bytes]
 Tamper = Callable[[list[Frame]], list[Frame]]

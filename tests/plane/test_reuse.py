@@ -17,7 +17,7 @@ from dataplane.protocol.wire import SocketWire
 from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from tests.plane.harness import DEADLINE_S, Holder, Target, running
-from tests.plane.test_strangers import END, commit, data, impostor
+from tests.plane.test_unauthenticated import END, commit, data, impostor
 
 
 def serving() -> list[threading.Thread]:

@@ -22,7 +22,7 @@ from tests.plane.harness import (
     name_of,
     running,
 )
-from tests.plane.test_strangers import ACCEPTED, END, commit, data, hears, impostor, knock, opening, proxy
+from tests.plane.test_unauthenticated import ACCEPTED, END, commit, data, hears, impostor, knock, opening, proxy
 
 LAYOUT = msgspec.structs.replace(harness.LAYOUT, whole_blocks=True)
 SIZE = LAYOUT.block_size

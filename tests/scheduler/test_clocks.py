@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from schemas import subjects
-from schemas.worker import AskTime, TimeTold
+from schemas.worker import AskTime, TimeAnswered
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.clocks import FORGOTTEN_NS, Eldest, keep_time
 from services.config import MeshConfig
 from services.metrics import Metrics
-from services.scheduler.elder import ElderClock
+from services.scheduler.oldest import OldestClock
 from services.scheduler.service import run_scheduler
 from services.telemetry import MeshClock, Telemetry
 from services.times import TelemetryTimes
@@ -34,8 +34,8 @@ class Teller:
     def __init__(self, ahead_s: float) -> None:
         self.ahead_s = ahead_s
 
-    async def answer_time(self, _: Received[AskTime]) -> TimeTold:
-        return TimeTold(unix_ns=time.time_ns() + round(self.ahead_s * SECOND_NS), age_ms=5, token="t")
+    async def answer_time(self, _: Received[AskTime]) -> TimeAnswered:
+        return TimeAnswered(unix_ns=time.time_ns() + round(self.ahead_s * SECOND_NS), age_ms=5, token="t")
 
 
 @contextlib.asynccontextmanager
@@ -96,13 +96,13 @@ async def test_what_the_way_explains_is_no_difference() -> None:
 
 
 async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> None:
-    elder = ElderClock(MeshClock())
+    older = OldestClock(MeshClock())
     await asyncio.sleep(5)
-    younger = ElderClock(MeshClock())
-    elder.clock.follow_machine = lambda: None  # type: ignore[method-assign]
-    elder.clock.ahead_ns += 40 * SECOND_NS
-    told = await elder.answer_time(ASK)
-    assert younger.follows(told) and not elder.follows(await younger.answer_time(ASK))
+    younger = OldestClock(MeshClock())
+    older.clock.follow_machine = lambda: None  # type: ignore[method-assign]
+    older.clock.ahead_ns += 40 * SECOND_NS
+    told = await older.answer_time(ASK)
+    assert younger.follows(told) and not older.follows(await younger.answer_time(ASK))
     younger.clock.compare(told.unix_ns, time.monotonic_ns())
     assert (await younger.answer_time(ASK)).unix_ns == pytest.approx(told.unix_ns, abs=NEAR_NS), "whoever is asked"
     await asyncio.sleep(FORGOTTEN_NS / SECOND_NS + 1)
@@ -110,7 +110,7 @@ async def test_of_two_schedulers_the_elder_s_clock_counts_until_it_is_gone() -> 
 
 
 async def test_of_two_that_began_together_one_follows() -> None:
-    both = [ElderClock(MeshClock()), ElderClock(MeshClock())]
+    both = [OldestClock(MeshClock()), OldestClock(MeshClock())]
     told = [await each.answer_time(ASK) for each in both]
     assert sorted((both[0].follows(told[1]), both[1].follows(told[0]))) == [False, True]
     assert not any(each.follows(said) for each, said in zip(both, told, strict=True)), "nobody follows itself"
@@ -121,13 +121,13 @@ async def test_a_service_goes_by_the_eldest_that_it_has_heard() -> None:
 
     def told(age_s: float, token: str) -> bool:
         age_ms = round((age_s + time.monotonic() - began_s) * 1_000)
-        return eldest.follows(TimeTold(unix_ns=0, age_ms=age_ms, token=token))
+        return eldest.follows(TimeAnswered(unix_ns=0, age_ms=age_ms, token=token))
 
     assert told(10.0, "b"), "nobody else is known"
     assert not told(5.0, "c") and not told(9.9, "c"), "it is younger, or as old and the other one counts"
     assert told(10.1, "a") and not told(10.0, "b") and told(20.0, "z") and told(20.0, "z")
     await asyncio.sleep(FORGOTTEN_NS / 1e9)
-    assert told(1.0, "y"), "the elder is gone"
+    assert told(1.0, "y"), "the older is gone"
 
 
 async def test_a_scheduler_answers_services() -> None:

@@ -13,7 +13,7 @@ from services.config import SchedulerConfig
 from services.scheduler.placement import cost
 from services.scheduler.placement.cost import Cost, CostLimits
 from services.scheduler.placement.fleet_view import FleetView
-from services.scheduler.placement.making import Maker
+from services.scheduler.placement.inflight import InFlightPrompt
 from services.scheduler.placement.place import Case, Placer
 from services.scheduler.placement.policy import Question
 from tests.scheduler.exhaustive import Exhaustive, Option
@@ -95,7 +95,7 @@ def question_of(
     case = Case(ask(tokens, excluded=tuple(excluded[:1])), 0, view, suspects, holders)
     maker = None
     if making is not None and (making.worker_id, making.incarnation) in view:
-        maker = Maker(making.worker_id, making.incarnation, making.num_blocks, 0.0)
+        maker = InFlightPrompt(making.worker_id, making.incarnation, making.num_blocks, 0.0)
     return placer._question(case, maker)  # pyright: ignore[reportPrivateUsage]
 
 

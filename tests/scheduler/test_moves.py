@@ -1,4 +1,4 @@
-"""Who goes on with an answer that was given away, and who may leave."""
+"""Who goes on with an answer that was migrated, and who may leave."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The rules of alive, suspect, dead, deaf, standing still and replaced: times in, verdicts out."""
+"""The rules of alive, suspect, dead, partitioned, standing still and replaced: times in, verdicts out."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from schemas.worker import LeftReason, WorkerLeft
 from services.presence import MAX_FENCES, FailureDetector, Fences, Heartbeat, Incarnations, Peer, Speaker
 from services.times import PresenceTimes, Times
 
-DEAF_AFTER_MS = Times().presence.deaf_after_ms
+DEAF_AFTER_MS = Times().presence.partitioned_after_ms
 LOAD_INTERVAL_MS = Times().presence.load_interval_ms
 RECONNECT_WAIT_S = Times().bus.reconnect_wait_s
 REPEAT_LEFT_MS = Times().presence.repeat_left_ms
-SETTLE_MS = Times().presence.settle_ms
+SETTLE_MS = Times().presence.recover_ms
 UNSERVED_GAP_MS = Times().presence.unserved_gap_ms
 
 W = WorkerId("w")
@@ -27,7 +27,7 @@ def hearing_at(now_ms: int) -> FailureDetector:
 
 
 def test_the_times_fit_each_other() -> None:
-    assert 2 * LOAD_INTERVAL_MS < DEAF_AFTER_MS, "one load that is lost is no deafness"
+    assert 2 * LOAD_INTERVAL_MS < DEAF_AFTER_MS, "one load that is lost is no partition"
     assert RECONNECT_WAIT_S * 1000 < UNSERVED_GAP_MS < SETTLE_MS, "who reconnects is back before the second question"
 
 
@@ -82,18 +82,18 @@ def test_silence_does_not_grow_while_a_proof_is_on_its_way() -> None:
 def test_who_hears_something_for_the_first_time_has_nobody_to_wait_for() -> None:
     detector = FailureDetector(PresenceTimes())
     detector.heard(10**12)
-    assert not detector.is_settling(10**12)
+    assert not detector.is_recovering(10**12)
 
 
 def test_after_a_reconnection_nobody_is_dead_for_a_while() -> None:
     peer, detector = Peer(0), FailureDetector(PresenceTimes())
-    assert not detector.connects(1, 0) and not detector.connects(1, 500) and not detector.is_settling(500)
+    assert not detector.connects(1, 0) and not detector.connects(1, 500) and not detector.is_recovering(500)
     assert not peer.is_gone(900, detector, 900)
     assert detector.connects(2, 1_000)
     ends_ms = 1_000 + SETTLE_MS
     for now_ms in (1_000, ends_ms - 1):
-        assert detector.is_settling(now_ms) and not peer.is_gone(now_ms, detector, now_ms)
-    assert not detector.is_settling(ends_ms) and not peer.is_gone(ends_ms, detector, ends_ms)
+        assert detector.is_recovering(now_ms) and not peer.is_gone(now_ms, detector, now_ms)
+    assert not detector.is_recovering(ends_ms) and not peer.is_gone(ends_ms, detector, ends_ms)
     assert peer.is_gone(ends_ms + 500, detector, ends_ms + 500)
 
 
@@ -111,7 +111,7 @@ def test_silence_counts_while_others_are_heard() -> None:
 
 def test_silence_of_everybody_is_our_own_deafness_and_starts_anew_afterwards() -> None:
     detector = hearing_at(1_000)
-    assert not detector.is_deaf(1_000 + DEAF_AFTER_MS - 1) and detector.is_deaf(1_000 + DEAF_AFTER_MS)
+    assert not detector.is_partitioned(1_000 + DEAF_AFTER_MS - 1) and detector.is_partitioned(1_000 + DEAF_AFTER_MS)
     assert not detector.is_silent(0, 3_000, 60_000) and detector.quiet_ms(0, 60_000) == 60_000
     detector.heard(60_000)
     assert detector.quiet_ms(0, 60_600) == 600
@@ -119,11 +119,11 @@ def test_silence_of_everybody_is_our_own_deafness_and_starts_anew_afterwards() -
     assert not detector.is_silent(0, 3_000, 62_999) and detector.is_silent(0, 3_000, 63_000)
 
 
-def test_who_has_never_heard_anything_is_deaf() -> None:
+def test_who_has_never_heard_anything_is_partitioned() -> None:
     detector = FailureDetector(PresenceTimes())
-    assert detector.is_deaf(10**12)
+    assert detector.is_partitioned(10**12)
     detector.heard(10**12)
-    assert not detector.is_deaf(10**12) and detector.quiet_ms(0, 10**12) == 0
+    assert not detector.is_partitioned(10**12) and detector.quiet_ms(0, 10**12) == 0
 
 
 def test_standing_still_is_noticed_once() -> None:
@@ -148,7 +148,7 @@ def test_a_load_replaces_only_who_is_quiet_while_we_hear() -> None:
     known = Incarnations(detector, quiet_ms=3_000)
     assert known.spoke(W, "a", 10_000) is Speaker.CURRENT
     assert known.spoke(W, "b", 10_100) is Speaker.PREDECESSOR
-    assert known.spoke(W, "b", 13_001) is Speaker.PREDECESSOR, "we were deaf"
+    assert known.spoke(W, "b", 13_001) is Speaker.PREDECESSOR, "we were partitioned"
     detector.heard(13_001)
     assert known.spoke(W, "b", 13_002) is Speaker.SUCCESSOR
     assert known.spoke(W, "b", 13_003) is Speaker.CURRENT and known.spoke(W, "a", 13_004) is Speaker.PREDECESSOR

@@ -29,7 +29,7 @@ from tests.share import examples
 
 BEAT_INTERVAL_MS = Times().presence.beat_interval_ms
 LOAD_INTERVAL_MS = Times().presence.load_interval_ms
-SETTLE_MS = Times().presence.settle_ms
+SETTLE_MS = Times().presence.recover_ms
 
 W = WorkerId("w")
 LIMITS = SchedulerConfig()

@@ -40,15 +40,15 @@ from services.bus import typed
 from services.clocks import Eldest
 from services.holder.core import attempts as attempts_module
 from services.holder.core.actions import Emit
-from services.holder.core.attempt import Twin
+from services.holder.core.attempt import InFlightDuplicate
 from services.holder.core.attempts import Attempts
 from services.holder.core.checks import WorkerLimits
 from services.holder.core.copies import CopyCore, Why
 from services.holder.core.events import EngineDied, ReadEnded
+from services.holder.core.inflight import InFlightDuplicates
 from services.holder.core.leases import Grant, LeaseTable
-from services.holder.core.twins import Twins
 from services.holder.kv.blocks import LentBlocks, StreamLease
-from services.scheduler.elder import ElderClock
+from services.scheduler.oldest import OldestClock
 from services.sim.mesh import MeshShape
 from services.sim.platform.engine import SimEngineThread
 from services.sim.platform.threads import CoThread
@@ -223,7 +223,7 @@ def spans_go_by_their_machines(patch: pytest.MonkeyPatch) -> None:
 
 @bug("of two schedulers each tells the time of its own machine, and services go by both", options=TWO_CLOCKS)
 def schedulers_tell_two_times(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ElderClock, "follows", lambda self, told: False)
+    patch.setattr(OldestClock, "follows", lambda self, told: False)
     patch.setattr(Eldest, "follows", lambda self, told: True)
 
 
@@ -591,7 +591,7 @@ def a_flush_that_lies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimBus, "flush", flush)
 
 
-@bug("a deaf client: what a flush that was given up leaves behind ends its reading, and nobody connects it anew",
+@bug("a partitioned client: what a flush that was given up leaves behind ends its reading, and nobody connects it anew",
      "broker_pause")  # fmt: skip
 def a_deaf_client(patch: pytest.MonkeyPatch) -> None:
     from services.bus.base import RequestTimedOutError
@@ -603,11 +603,11 @@ def a_deaf_client(patch: pytest.MonkeyPatch) -> None:
         try:
             await flush(self, timeout_s)
         except RequestTimedOutError:
-            vars(self)["is_deaf"] = True
+            vars(self)["is_partitioned"] = True
             raise
 
     def unheard(self: SimBroker, at_s: float, target: SimBus, land: Any) -> None:
-        if "is_deaf" not in vars(target):
+        if "is_partitioned" not in vars(target):
             arrive(self, at_s, target, land)
 
     patch.setattr(SimBus, "flush", leaves_a_trap)
@@ -869,54 +869,58 @@ def first_token_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Take the bound of a wait away: what is left is whether it ends by itself."""
-    patch.setattr(attempts_module, "TWIN_WAIT_SHARE", 1)
-    given_times(patch, decode=DecodeTimes(twin_lands_within_ms=10**9))
+    patch.setattr(attempts_module, "DUPLICATE_WAIT_SHARE", 1)
+    given_times(patch, decode=DecodeTimes(duplicate_lands_within_ms=10**9))
 
 
 @bug("who waits for another's blocks does not hear that it has ended without them", "disconnect", options=BURSTS)
-def waits_for_a_dead_twin(patch: pytest.MonkeyPatch) -> None:
+def waits_for_a_dead_duplicate(patch: pytest.MonkeyPatch) -> None:
     _wait_for_ever(patch)
-    patch.setattr(Twins, "fills", lambda self, twin: twin.attempt.num_stored_blocks < twin.end_block)
+    patch.setattr(
+        InFlightDuplicates, "fills", lambda self, duplicate: duplicate.attempt.num_stored_blocks < duplicate.end_block
+    )
 
 
 @bug("who waits is waited for: two wait for each other", options=BURSTS)
 def waits_for_who_waits(patch: pytest.MonkeyPatch) -> None:
     _wait_for_ever(patch)
 
-    def all_others(self: Twins, attempt: Any) -> list[Any]:
+    def all_others(self: InFlightDuplicates, attempt: Any) -> list[Any]:
         return [
             other
             for other in self.attempts.values()
             if other.hasher.hashes[:1] == attempt.hasher.hashes[:1] and other is not attempt
         ]
 
-    def find(self: Twins, attempt: Any) -> Twin | None:
+    def find(self: InFlightDuplicates, attempt: Any) -> InFlightDuplicate | None:
         found = next((a for a in all_others(self, attempt) if a.num_stored_blocks < len(a.hasher.hashes)), None)
-        return Twin(found, 1, 0) if found is not None and attempt.hasher.hashes else None
+        return InFlightDuplicate(found, 1, 0) if found is not None and attempt.hasher.hashes else None
 
-    patch.setattr(Twins, "find", find)
-    patch.setattr(Twins, "fills", lambda self, twin: twin.attempt.num_stored_blocks < twin.end_block)
+    patch.setattr(InFlightDuplicates, "find", find)
+    patch.setattr(
+        InFlightDuplicates, "fills", lambda self, duplicate: duplicate.attempt.num_stored_blocks < duplicate.end_block
+    )
 
 
 @bug("blocks that were waited for count as there, whether they are or not", "disconnect", options=BURSTS)
 def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
     allocate = Attempts.allocate
-    patch.setattr(Twins, "fills", lambda self, twin: False)
+    patch.setattr(InFlightDuplicates, "fills", lambda self, duplicate: False)
 
     def believe(self: Any, attempt: Any, **terms: Any) -> bool:
-        twin = self._twins.find_any(attempt)
+        duplicate = self._duplicates.find_any(attempt)
         has_room = allocate(self, attempt, **terms)
-        if has_room and twin is not None and attempt.kv is not None:
-            num_tokens = min(twin.end_block * self.limits.block_size, attempt.num_prompt_tokens - 1)
+        if has_room and duplicate is not None and attempt.kv is not None:
+            num_tokens = min(duplicate.end_block * self.limits.block_size, attempt.num_prompt_tokens - 1)
             attempt.kv.num_cached_tokens = attempt.kv.num_present_tokens = num_tokens
         return has_room
 
-    def find_any(self: Twins, attempt: Any) -> Twin | None:
+    def find_any(self: InFlightDuplicates, attempt: Any) -> InFlightDuplicate | None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Twins, "fills", lambda self, twin: True)
+            inner.setattr(InFlightDuplicates, "fills", lambda self, duplicate: True)
             return self.find(attempt)
 
-    patch.setattr(Twins, "find_any", find_any, raising=False)
+    patch.setattr(InFlightDuplicates, "find_any", find_any, raising=False)
     patch.setattr(Attempts, "allocate", believe)
 
 
@@ -926,7 +930,7 @@ def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
 @bug("an answer that moves gives its blocks back while the engine still writes them", options=DRAINED)
 def moved_before_the_engine_lets_go(patch: pytest.MonkeyPatch) -> None:
     def at_once(self: Any, attempt: Any, detail: str, now_ms: int) -> Any:
-        return [self.give_away(attempt, detail, now_ms), *self.forget_attempt(attempt, now_ms)]
+        return [self.migrate(attempt, detail, now_ms), *self.forget_attempt(attempt, now_ms)]
 
     patch.setattr(Attempts, "move", at_once)
 
@@ -961,7 +965,7 @@ def token_twice_after_a_move(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestCore, "_fail_worker", forgetful)
 
 
-@bug("what a worker gives away goes on only once it has left", options=DRAINED)
+@bug("what a worker migrates goes on only once it has left", options=DRAINED)
 def moves_when_the_worker_has_left(patch: pytest.MonkeyPatch) -> None:
     from services.gateway.request.core import RequestCore
 

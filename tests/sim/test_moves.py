@@ -83,7 +83,7 @@ def test_an_answer_may_end_before_it_goes_on() -> None:
     assert not told.problems()
 
 
-def test_an_answer_that_was_given_away_and_neither_ends_nor_goes_on() -> None:
+def test_an_answer_that_was_migrated_and_neither_ends_nor_goes_on() -> None:
     told = moved()
     told.said("decode-2", 2)
     told.finished(4)
@@ -105,10 +105,10 @@ def test_nothing_goes_on_for_a_worker_that_has_given_nothing_away(code: AttemptF
     told.said(code=code)
     told.resumed()
     told.finished()
-    assert "has given nothing away" in told.problems({"loss"})[0]
+    assert "has migrated nothing" in told.problems({"loss"})[0]
 
 
-def test_what_was_lost_and_asked_for_again_was_given_away() -> None:
+def test_what_was_lost_and_asked_for_again_was_migrated() -> None:
     told = Told()
     told.placed()
     failure = RequestFailure(code=AttemptFailure.DRAINING, detail="", retryable=True)
@@ -131,7 +131,7 @@ def test_an_answer_goes_on_at_once() -> None:
     assert not told.problems({"drain", "loss"}), "it had to be asked for"
 
 
-def test_a_prompt_that_the_decode_worker_has_already_may_be_given_away() -> None:
+def test_a_prompt_that_the_decode_worker_has_already_may_be_migrated() -> None:
     told = Told()
     told.placed()
     told.said("prefill-0")

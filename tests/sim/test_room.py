@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.blocks.layout import num_blocks_for
 from services.sim.mesh import BLOCK_SIZE, MeshShape
-from tests.sim.test_twins import burst, computed
+from tests.sim.test_inflight import burst, computed
 
 NUM_TOKENS, MAX_TOKENS = 100, 24
 PROMPTS = [tuple(1 + (number * 11 + at * (number + 1)) % 53 for at in range(NUM_TOKENS)) for number in range(64)]

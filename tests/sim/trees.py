@@ -22,7 +22,7 @@ from tests.promises import nothing_wrong
 
 GOLDEN = Path(__file__).with_name("golden")
 STORY = (
-    SpanName.TOKENIZE, SpanName.PLACE, SpanName.SCHEDULE, SpanName.LOCATE, SpanName.DISPATCH, SpanName.TWIN_WAIT,
+    SpanName.TOKENIZE, SpanName.PLACE, SpanName.SCHEDULE, SpanName.LOCATE, SpanName.DISPATCH, SpanName.DUPLICATE_WAIT,
     SpanName.PREFILL, SpanName.PREFILL_QUEUE, SpanName.PREFILL_COMPUTE, SpanName.FIRST_TOKEN, SpanName.KV_TRANSFER,
     SpanName.KV_LEASE_WAIT, SpanName.KV_FIRST_BYTE, SpanName.KV_STREAM, SpanName.KV_VERIFY, SpanName.DECODE,
     SpanName.DECODE_QUEUE, SpanName.DECODE_FIRST_STEP, SpanName.DECODE_STREAM, SpanName.KV_RELEASE,

@@ -17,7 +17,7 @@ from dataplane.blocks.layout import BlockTable, KVLayout, block_ids, segments_of
 from dataplane.blocks.ticket import Ticket
 from dataplane.ends.reader import ReadRequest
 from dataplane.ends.server import ServerOptions
-from dataplane.memory.content_tags import BlockContents, ExpectedContent
+from dataplane.memory.content_macs import BlockContents, ExpectedContent
 from dataplane.protocol.gate import OpenLease
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
@@ -27,7 +27,7 @@ from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, ReadInventory
 from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id, new_nonce
-from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
+from schemas.kv import EvictionCandidates, LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import (
     BlockCounts,
@@ -148,8 +148,8 @@ class Worker:
 
     async def cool(self, *numbers: int) -> None:
         joined = join_hashes(hashes_of(*numbers))
-        message = BlocksCooling(worker_id=self.worker_id, incarnation=self.incarnation, block_hashes=joined)
-        await self.bus.publish(subjects.COOLING, (self.worker_id,), message)
+        message = EvictionCandidates(worker_id=self.worker_id, incarnation=self.incarnation, block_hashes=joined)
+        await self.bus.publish(subjects.EVICTION_CANDIDATES, (self.worker_id,), message)
 
     async def leave(self) -> None:
         message = WorkerLeft(worker_id=self.worker_id, incarnation=self.incarnation, reason=LeftReason.STOPPED)
@@ -212,7 +212,7 @@ class WorkerLease:
     def give_back(self) -> None:
         pass
 
-    def content_tags(self) -> bytes:
+    def content_macs(self) -> bytes:
         return self.tags
 
     def still_valid(self) -> bool:

@@ -16,7 +16,7 @@ import valkey
 from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.blocks.ticket import TicketSecrets
-from dataplane.memory.content_tags import BlockContents
+from dataplane.memory.content_macs import BlockContents
 from schemas.ids import BlockHash
 from services.store.tiers import StoreKey, key_of
 from services.store.values import BlockValues

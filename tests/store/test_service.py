@@ -14,7 +14,7 @@ from dataplane.protocol.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId
-from schemas.kv import BlocksCooling, LeaseGranted, PurgeBlocks, ReplicateBlocks
+from schemas.kv import EvictionCandidates, LeaseGranted, PurgeBlocks, ReplicateBlocks
 from schemas.request import RefusalReason, Refused
 from schemas.worker import LeftReason, PingWorker, WorkerLeft
 from services.config import MeshConfig, StoreConfig
@@ -267,17 +267,17 @@ async def test_an_offer_of_nobody_costs_nothing(caplog: pytest.LogCaptureFixture
     async with fleet() as around, store(around, config_of()):
         ghost = await around.worker("prefill-0", 1)
         await around.gone(ghost)
-        await around.bus.publish(*cooling("prefill-0", 1, incarnation=ghost.incarnation))
+        await around.bus.publish(*candidates("prefill-0", 1, incarnation=ghost.incarnation))
         await until(lambda: "were not taken" in caplog.text)
         worker = await around.worker("prefill-0", 1)
         await worker.cool(1)
         await until(lambda: around.has("memory", 1))
 
 
-def cooling(worker_id: str, *numbers: int, incarnation: str = "w"):
+def candidates(worker_id: str, *numbers: int, incarnation: str = "w"):
     hashes = join_hashes(hashes_of(*numbers))
-    message = BlocksCooling(worker_id=WorkerId(worker_id), incarnation=incarnation, block_hashes=hashes)
-    return subjects.COOLING, (worker_id,), message
+    message = EvictionCandidates(worker_id=WorkerId(worker_id), incarnation=incarnation, block_hashes=hashes)
+    return subjects.EVICTION_CANDIDATES, (worker_id,), message
 
 
 async def test_a_model_with_windows_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:

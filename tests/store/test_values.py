@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataplane.blocks.layout import KVLayout
 from dataplane.blocks.ticket import TicketSecrets
-from dataplane.memory.content_tags import TAG_BYTES
+from dataplane.memory.content_macs import TAG_BYTES
 from services.store.values import HEADER_BYTES, BadValueError
 from tests.store.rig import LAYOUT, Memory, key_at
 

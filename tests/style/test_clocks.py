@@ -18,7 +18,7 @@ EXCEPTIONS = {
     "tests/compose/test_compose_files.py": 1,
     "tests/engine/vllm_engine/test_vllm_mesh.py": 2,
     "tests/gateway/test_failures.py": 1,
-    "tests/gateway/test_strangers.py": 1,
+    "tests/gateway/test_unauthenticated.py": 1,
     "tests/gateway/test_survival.py": 2,
     "tests/mesh/processes.py": 1,
     "tests/plane/test_reuse.py": 2,

@@ -117,7 +117,7 @@ async def every_cell(url: str, identity: Identities) -> dict[Cell, bool]:
                         name = ME if own else OTHER
                         told = await member.may_publish(concrete(subject, name), listener)
                         found[Cell(role, subject, Direction.PUBLISH, own)] = told
-                        speaker_role = subject.said_by[0].role
+                        speaker_role = subject.published_by[0].role
                         async with Member.join(url, identity(speaker_role, name)) as speaker:
                             exact = concrete(subject, name)
                             heard = await member.may_hear(exact, exact, speaker)

@@ -169,7 +169,7 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
 
 
 @quick
-@given(st.lists(messages(kv.BlocksCooling, kv.ReplicateBlocks), max_size=6))
+@given(st.lists(messages(kv.EvictionCandidates, kv.ReplicateBlocks), max_size=6))
 def test_a_store(heard: list[Any]) -> None:
     memory = make_memory()
     core = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=2)

@@ -73,8 +73,8 @@ def test_a_message_of_another_type_or_with_a_field_missing_is_undecodable(kind: 
 
 
 REASONS_ON_THE_WIRE = [
-    "no_worker", "draining", "starting", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "unproved",
-    "gone", "coming",
+    "no_worker", "draining", "starting", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "unsigned",
+    "gone", "in_flight",
 ]  # fmt: skip
 
 

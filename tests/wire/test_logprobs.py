@@ -1,4 +1,4 @@
-"""Logarithms of probabilities, packed and unpacked."""
+"""Logprobs, packed and unpacked."""
 
 import pytest
 from hypothesis import given

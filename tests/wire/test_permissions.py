@@ -164,7 +164,7 @@ def test_no_reply_is_what_its_asker_may_not_say() -> None:
     for subject in SUBJECTS:
         for other in SUBJECTS:
             if other.carries in subject.reply:
-                assert {grant.role for grant in subject.said_by} <= {grant.role for grant in other.said_by}, (
+                assert {grant.role for grant in subject.published_by} <= {grant.role for grant in other.published_by}, (
                     f"{subject.pattern} is answered by {other.carries.__name__}, which its requester may not say"
                 )
 
@@ -190,18 +190,18 @@ async def test_an_observer_hears_all_that_it_may_with_one_subscription(url: str,
         assert not observer.denied
         for subject in SUBJECTS:
             name = "x"
-            async with Member.join(url, identity_of(keys, subject.said_by[0].role, name)) as speaker:
+            async with Member.join(url, identity_of(keys, subject.published_by[0].role, name)) as speaker:
                 await speaker.client.publish(subject.of(*(name for _ in subject.ids)), b"")
                 await speaker.settle()
         await observer.settle()
         heard = {(await inbox.next_msg(20)).subject for _ in range(inbox.pending_msgs)}
-    named = {s.of(*("x" for _ in s.ids)) for s in SUBJECTS if Role.OBSERVER in {g.role for g in s.heard_by}}
+    named = {s.of(*("x" for _ in s.ids)) for s in SUBJECTS if Role.OBSERVER in {g.role for g in s.received_by}}
     assert heard == named
 
 
 SECRET = (subjects.RUN, subjects.TOKENS, subjects.OFFERED, subjects.LEASE, subjects.PROGRESS)
 HASHES = (
-    subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.LOCATE, subjects.HEAT,
+    subjects.STORED, subjects.EVICTED, subjects.EVICTION_CANDIDATES, subjects.REPLICATE, subjects.LOCATE, subjects.HEAT,
     subjects.PLACE,
 )  # fmt: skip
 

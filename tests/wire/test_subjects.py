@@ -26,7 +26,7 @@ each_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: 
 def test_a_subject_is_made_of_valid_tokens(subject: Subject[Any, Any]) -> None:
     assert subject.pattern.startswith("mesh.v1.")
     assert all(token == "{}" or is_subject_token(token) for token in subject.pattern.split("."))
-    assert subject.said_by and subject.heard_by
+    assert subject.published_by and subject.received_by
     assert not subject.queue or subject.reply, "only requests have queue groups"
 
 

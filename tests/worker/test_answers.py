@@ -250,7 +250,7 @@ async def test_what_cannot_be_sent_keeps_nothing_else_waiting() -> None:
     assert [delivery.subject async for delivery in subscription] == ["mesh.v1.request.r1.cancel"]
 
 
-def test_logarithms_are_given_again_with_their_tokens() -> None:
+def test_logprobs_are_given_again_with_their_tokens() -> None:
     answer = SentAnswer()
     first, second = TokenLogprob(-0.5, ((7, -0.5),)), TokenLogprob(-1.5, ((3, -0.25),))
     of_prompt = pack_logprobs([TokenLogprob(-2.0)])

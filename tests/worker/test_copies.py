@@ -10,7 +10,7 @@ from dataplane.blocks.layout import uniform_shape
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, BlockHasher, hash_blocks, join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks, RequestLease
+from schemas.kv import EvictionCandidates, ReadEnd, ReplicateBlocks, RequestLease
 from schemas.request import RefusalReason
 from schemas.worker import LeftReason, WorkerLeft
 from services.holder.core.actions import Action, NotTaken, Publish, StartRead, StopRead, Submit
@@ -78,7 +78,7 @@ def heard(core: Replica, message: ReplicateBlocks, traceparent: str = "", now_ms
 def cools(core: Replica, worker: str, *numbers: int, tenant: str = "") -> list[KVRead]:
     """Return the reads that begin as a worker says that it will give these blocks up, the first of them first."""
     joined = join_hashes([numbered(number) for number in numbers])
-    message = BlocksCooling(worker_id=WorkerId(worker), incarnation="i", block_hashes=joined, tenant=tenant)
+    message = EvictionCandidates(worker_id=WorkerId(worker), incarnation="i", block_hashes=joined, tenant=tenant)
     return reads(core, case.decide(core, message, 0))
 
 
@@ -356,7 +356,7 @@ def test_what_is_no_offer_is_dropped(changes: dict[str, object]) -> None:
 def test_what_cools_and_is_no_list_of_hashes_is_dropped() -> None:
     core = Replica()
     for worker, joined in (("a", b"seventeen bytes!!"), ("a.b", bytes(16)), (REPLICA, bytes(16))):
-        message = BlocksCooling(worker_id=WorkerId(worker), incarnation="i", block_hashes=joined)
+        message = EvictionCandidates(worker_id=WorkerId(worker), incarnation="i", block_hashes=joined)
         assert case.decide(core, message, 0) == []
     assert core.num_waiting == 0
 

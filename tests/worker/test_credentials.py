@@ -14,8 +14,8 @@ from services.errors import UserError
 from services.runtime import now_ms
 from services.trust.credentials import (
     MAX_SIGNERS,
-    Proof,
     SignerClocks,
+    TenantSignature,
     TenantSigner,
     holder_credentials,
     signer_of,
@@ -46,10 +46,10 @@ def test_a_request_is_taken_with_its_gateways_signature_only(
     assert reason(signed) is None
     stranger = TenantSigner("another seed").sign(signed.request_id, signed.tenant, signed.deadline_ms)
     for change in (
-        {"proof": b""}, {"proof": signed.proof[:-1]}, {"proof": stranger}, {"tenant": "other"},
+        {"signature": b""}, {"signature": signed.signature[:-1]}, {"signature": stranger}, {"tenant": "other"},
         {"request_id": RequestId("r2")},
     ):  # fmt: skip
-        assert reason(msgspec.structs.replace(signed, **change)) is RefusalReason.UNPROVED, change
+        assert reason(msgspec.structs.replace(signed, **change)) is RefusalReason.UNSIGNED, change
     assert reason(msgspec.structs.replace(signed, attempt=2)) is None, "the next attempt is the same request"
 
 
@@ -71,14 +71,14 @@ async def test_a_word_that_is_over_is_not_taken_whatever_the_clocks_say() -> Non
 def test_what_a_holder_knows_of_clocks_is_bounded() -> None:
     clocks = SignerClocks()
     for number in range(3 * MAX_SIGNERS):
-        assert not clocks.is_over(Proof(str(number), 5, 6, b""), now_ms=0)
+        assert not clocks.is_over(TenantSignature(str(number), 5, 6, b""), now_ms=0)
     assert len(clocks._ahead_ms) == MAX_SIGNERS
 
 
 def _proved_for(signer: TenantSigner, seconds: int) -> RunAttempt:
     run = case.run_prefill()
     proof = signer.sign(run.request_id, run.tenant, now_ms() + 1_000 * seconds)
-    return msgspec.structs.replace(run, proof=proof)
+    return msgspec.structs.replace(run, signature=proof)
 
 
 def _is_over(refused: Refused | None) -> bool:
@@ -86,25 +86,25 @@ def _is_over(refused: Refused | None) -> bool:
 
 
 def test_a_copy_is_for_holders_and_for_the_one_that_was_asked() -> None:
-    copy = CREDENTIALS.prove_copy(msgspec.structs.replace(LEASE, is_copy=True), ME)
+    copy = CREDENTIALS.sign_copy(msgspec.structs.replace(LEASE, is_copy=True), ME)
     assert reason(copy) is None
-    assert reason(copy, WorkerId("another")) is RefusalReason.UNPROVED
+    assert reason(copy, WorkerId("another")) is RefusalReason.UNSIGNED
     for change in (
         {"tenant": "other"}, {"reader": WorkerId("d-1")}, {"block_hashes": bytes(16)}, {"first_block": 1},
-        {"is_copy": False}, {"proof": b""}, {"proof": proved(LEASE).proof},
+        {"is_copy": False}, {"signature": b""}, {"signature": proved(LEASE).signature},
     ):  # fmt: skip
-        assert reason(msgspec.structs.replace(copy, **change)) is RefusalReason.UNPROVED, change
+        assert reason(msgspec.structs.replace(copy, **change)) is RefusalReason.UNSIGNED, change
     gateway = credentials_for([b"no ticket secret"], SIGNER)
-    assert reason(gateway.prove_copy(copy, ME)) is RefusalReason.UNPROVED
+    assert reason(gateway.sign_copy(copy, ME)) is RefusalReason.UNSIGNED
 
 
 def test_holders_of_an_older_and_a_newer_list_of_secrets_copy_from_each_other() -> None:
     new = credentials_for([b"the next secret", SECRET], SIGNER)
     asked = msgspec.structs.replace(LEASE, is_copy=True)
-    assert new.refusal(CREDENTIALS.prove_copy(asked, ME), ME) is None
-    assert CREDENTIALS.refusal(new.prove_copy(asked, ME), ME) is not None, "so each gets the new one second at first"
+    assert new.refusal(CREDENTIALS.sign_copy(asked, ME), ME) is None
+    assert CREDENTIALS.refusal(new.sign_copy(asked, ME), ME) is not None, "so each gets the new one second at first"
     both = credentials_for([SECRET, b"the next secret"], SIGNER)
-    assert both.refusal(new.prove_copy(asked, ME), ME) is None
+    assert both.refusal(new.sign_copy(asked, ME), ME) is None
 
 
 def test_each_role_s_key_file_has_its_own_secrets() -> None:

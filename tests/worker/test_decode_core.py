@@ -394,7 +394,7 @@ def test_a_draining_worker_computes_what_it_cannot_read() -> None:
     assert isinstance(one(bench.broken("stopped", 0), Submit), Submit)
 
 
-def test_without_its_source_a_prompt_whose_logarithms_are_wanted_needs_another_attempt() -> None:
+def test_without_its_source_a_prompt_whose_logprobs_are_wanted_needs_another_attempt() -> None:
     core = AttemptCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     case.ask(core, case.with_sampling(case.reserve(), prompt_logprobs=2))
     actions = case.decide(core, case.aborted(), 1)

@@ -1,4 +1,4 @@
-"""A worker that drains gives away what runs: when, with what word, and how long it then waits for readers."""
+"""A worker that drains migrates what runs: when, with what word, and how long it then waits for readers."""
 
 import msgspec
 import pytest
@@ -183,7 +183,7 @@ def test_every_answer_of_a_worker_that_drains_goes_on_and_nothing_is_counted_twi
     assert world.d.is_at_rest
 
 
-def test_a_copy_of_what_a_worker_gives_away_is_offered_before_it_is_told() -> None:
+def test_a_copy_of_what_a_worker_migrates_is_offered_before_it_is_told() -> None:
     """The order of words: copies, then where to read, so that a replica asks while the blocks are surely here."""
     bench = Bench()
     request = msgspec.structs.replace(case.run_prefill(num_tokens=8, split=False), replica=WorkerId("x0"))

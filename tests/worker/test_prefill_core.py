@@ -527,7 +527,7 @@ def test_ids_that_fit_no_subject_are_refused(change: dict[str, object]) -> None:
     assert bench.refused(msgspec.structs.replace(case.run_prefill(), **change)).reason == RefusalReason.INVALID
 
 
-def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole() -> None:
     core = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     asked = case.with_sampling(case.run_prefill(split=False, sources=(case.source("x", 0, 1),)), prompt_logprobs=2)
     sequence = case.one(case.ask(core, asked)[1], Submit).sequence
@@ -538,7 +538,7 @@ def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
     assert case.one(case.decide(core, case.sampled(sequence, 1), 1), Emit).tokens.prompt_logprobs is None
 
 
-def test_an_answer_that_goes_on_has_its_prompts_logarithms_already() -> None:
+def test_an_answer_that_goes_on_has_its_prompts_logprobs_already() -> None:
     core = AttemptCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     asked = msgspec.structs.replace(case.run_prefill(split=False), num_answered_tokens=1)
     sequence = case.one(case.ask(core, case.with_sampling(asked, prompt_logprobs=0))[1], Submit).sequence

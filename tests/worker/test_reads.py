@@ -257,7 +257,7 @@ def wanted(deadline_ms: int = 0) -> KVRead:
 
 def part(first: int, num_blocks: int, *, more: bool = False) -> ReadEnded:
     """A read from block `first` on that has brought so many blocks."""
-    outcome = ReadOutcome((first + num_blocks) * BLOCK_SIZE, 10 * num_blocks, "tcp", is_whole=True, more_comes=more)
+    outcome = ReadOutcome((first + num_blocks) * BLOCK_SIZE, 10 * num_blocks, "tcp", is_whole=True, has_more=more)
     return ReadEnded(wanted(), outcome)
 
 
@@ -265,7 +265,7 @@ def refused(end: ReadEnd, reason: RefusalReason) -> ReadEnded:
     return ReadEnded(wanted(), ReadOutcome(0), end, "no", reason)
 
 
-COMING = refused(ReadEnd.COMING, RefusalReason.COMING)
+COMING = refused(ReadEnd.IN_FLIGHT, RefusalReason.IN_FLIGHT)
 GONE = refused(ReadEnd.REFUSED, RefusalReason.GONE)
 
 
@@ -311,13 +311,13 @@ async def test_a_holder_that_says_it_comes_for_ever_is_given_up() -> None:
     async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         holder.reply = Refused(
-            request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason=RefusalReason.COMING, detail="later",
+            request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason=RefusalReason.IN_FLIGHT, detail="later",
             retry_after_ms=0,
         )  # fmt: skip
         ended: asyncio.Future[ReadEnded] = asyncio.get_running_loop().create_future()
         reads.on_event = lambda event: ended.set_result(cast("ReadEnded", event))
         reads.begin_read(wanted(now_ms() + 400))
         event = await ended
-        assert event.end is ReadEnd.COMING and event.refusal is RefusalReason.COMING
+        assert event.end is ReadEnd.IN_FLIGHT and event.refusal is RefusalReason.IN_FLIGHT
 
     await with_holder(run)

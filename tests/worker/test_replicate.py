@@ -181,7 +181,7 @@ async def test_a_replica_that_is_full_takes_nothing_and_nobody_waits() -> None:
 
 
 @pytest.mark.parametrize("has_directory", [True, False])
-async def test_a_worker_that_leaves_gives_away_what_was_asked_for_most(
+async def test_a_worker_that_leaves_migrates_what_was_asked_for_most(
     has_directory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where no directory says what that is, what it has used last. There is room in the budget for one of two."""

@@ -124,7 +124,7 @@ class EventTimes:
         try:
             chunk = _chunks.decode(data)
         except msgspec.DecodeError as error:
-            raise RequestFailedError(f"the gateway sent an event that is none: {error}") from error
+            raise RequestFailedError(f"the gateway sent an invalid event: {error}") from error
         if chunk.error is not None:
             self.fail(data)
         self._usage = chunk.usage or self._usage

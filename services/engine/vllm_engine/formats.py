@@ -45,7 +45,7 @@ NOT_SERVED = {
     "data_parallel_size": "start more workers",
     "enable_lora": "KV of an adapter would be taken for the model's",
     "kv_cache_dtype": "KV has the dtype of the model",
-    "logprobs_mode": "logarithms are those of the model's own logits",
+    "logprobs_mode": "logprobs are those of the model's own logits",
     "pipeline_parallel_size": "a worker is one process",
     "speculative_config": "blocks would have KV of tokens that were not taken",
     "tensor_parallel_size": "a worker is one process",

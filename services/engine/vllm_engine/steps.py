@@ -232,7 +232,7 @@ class VllmSteps:
 
 
 def _prompt_logprobs(sequence: Sequence, found: Seq[Any]) -> list[TokenLogprob]:
-    """Return a prompt's logarithms as ours. `found`: vLLM's, by position, a token's id to what it says of it; None at
+    """Return a prompt's logprobs as ours. `found`: vLLM's, by position, a token's id to what it says of it; None at
     the first, before which there is nothing. Which of several equal ones are among the likeliest is its choice."""
     num_top = sequence.sampling.prompt_logprobs or 0
     logprobs: list[TokenLogprob] = []

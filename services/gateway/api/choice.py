@@ -101,7 +101,7 @@ class Choice:
     num_sent: int = 0
     """So many of the tokens belong to events that were made."""
     num_characters: int = 0
-    """So long are the texts of the tokens whose logarithms were told."""
+    """So long are the texts of the tokens whose logprobs were told."""
     has_begun: bool = False
     """An event was made of it."""
     pieces: list[Piece] = field(default_factory=list[Piece])

@@ -42,7 +42,7 @@ class Chat(NamedTuple):
     tells_reasoning: bool
 
 
-class Reading(NamedTuple):
+class OutputParser(NamedTuple):
     """How the text of an answer is taken apart. `state` None: there is no reasoning; `form` None: no calls."""
 
     state: ReasoningState | None = None
@@ -88,7 +88,7 @@ def chat_of(body: ChatBody) -> Chat:
 
 def answer_to(
     chat: Chat, prompt: Sequence[int], codec: TextCodec, form: ToolFormat | None, document: Constraint | None
-) -> tuple[Reading, Constraint | None]:
+) -> tuple[OutputParser, Constraint | None]:
     """Return how the answer to a chat's prompt is taken apart, and what it must be; None: any text.
 
     `form`: in which the model writes calls. `document`: what the body says of the answer's text. Raises
@@ -103,7 +103,7 @@ def answer_to(
         )
         raise InvalidRequestError(message, "tools", "unsupported_parameter")
     state = _state(chat, prompt, codec)
-    reading = Reading(
+    parser = OutputParser(
         state=state,
         form=form,
         tool_names=frozenset(tool.name for tool in chat.tools if chat.choice.name in ("", tool.name)),
@@ -112,7 +112,7 @@ def answer_to(
         tells_reasoning=chat.tells_reasoning,
         has_named_call=bool(chat.choice.name),
     )
-    return reading, _constraint(chat, reading, codec, document, _thoughts(state, reading, codec))
+    return parser, _constraint(chat, parser, codec, document, _thoughts(state, parser, codec))
 
 
 def _state(chat: Chat, prompt: Sequence[int], codec: TextCodec) -> ReasoningState | None:
@@ -124,18 +124,18 @@ def _state(chat: Chat, prompt: Sequence[int], codec: TextCodec) -> ReasoningStat
     return state_of(codec.decode_shown(prompt[-TAIL_TOKENS:]), continued)
 
 
-def _thoughts(state: ReasoningState | None, reading: Reading, codec: TextCodec) -> Thoughts | None:
+def _thoughts(state: ReasoningState | None, parser: OutputParser, codec: TextCodec) -> Thoughts | None:
     """Return what may stand before what an answer must be; None: nothing."""
     begin, end = (Marker(text, codec.added_ids.get(text)) for text in (BEGIN, END))
     if state in (ReasoningState.BEGUN, ReasoningState.GOES_ON):
         return Thoughts(end)
     # Where reasoning is not split off, the client reads all of the text as what it asked for.
-    may_come = state is ReasoningState.MAY_COME and not reading.keeps_reasoning
+    may_come = state is ReasoningState.MAY_COME and not parser.keeps_reasoning
     return Thoughts(end, begin) if may_come else None
 
 
 def _constraint(
-    chat: Chat, reading: Reading, codec: TextCodec, document: Constraint | None, thoughts: Thoughts | None
+    chat: Chat, parser: OutputParser, codec: TextCodec, document: Constraint | None, thoughts: Thoughts | None
 ) -> Constraint | None:
     """A call that must come goes before a document; where one may come, the answer is calls or the document."""
     choice = chat.choice
@@ -143,7 +143,7 @@ def _constraint(
         document = None
     elif document is not None:
         choice = msgspec.structs.replace(choice, mode="required")
-    calls = _calls(chat, reading.form, choice, codec) if reading.form is not None else None
+    calls = _calls(chat, parser.form, choice, codec) if parser.form is not None else None
     return None if document is None and calls is None else Constraint(document and document.document, calls, thoughts)
 
 

@@ -1,4 +1,4 @@
-"""Logarithms of probabilities as clients get them: OpenAI's forms for chats and completions, and vLLM's for prompts."""
+"""Logprobs as clients get them: OpenAI's forms for chats and completions, and vLLM's for prompts."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -28,7 +28,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry a token. A prompt's first token has no logarithm. `text_offset`: where each token's text begins,
+    """One entry a token. A prompt's first token has no logprob. `text_offset`: where each token's text begins,
     in characters of the tokens' texts."""
 
     tokens: tuple[str, ...]
@@ -75,7 +75,7 @@ class TokenTexts:
         offset: int,
         begin_ids: Collection[int] = (),
     ) -> TextLogprobs:
-        """Return the logarithms of tokens, the first of which begins at this character. The first of `begin_ids` among
+        """Return the logprobs of tokens, the first of which begins at this character. The first of `begin_ids` among
         them begins a text."""
         begin = next((at for at, token_id in enumerate(token_ids) if token_id in begin_ids), None)
         texts = [self.text(token_id, is_first=at == begin) for at, token_id in enumerate(token_ids)]
@@ -94,7 +94,7 @@ class TokenTexts:
         )
 
     def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> PromptLogprobs:
-        """Return the logarithms of a prompt's tokens; `logprobs` begins with its second."""
+        """Return the logprobs of a prompt's tokens; `logprobs` begins with its second."""
         return (None, *(self._ranked(token_id, found) for token_id, found in zip(token_ids[1:], logprobs, strict=True)))
 
     def _content(self, token_id: int, found: TokenLogprob) -> ContentLogprob:

@@ -77,9 +77,9 @@ class CommonBody(SharedBody, frozen=True, kw_only=True):
     n: Annotated[NumAnswers | None, about("Answers to each prompt; their seeds follow each other.")] = None
     max_tokens: Annotated[Tokens | None, about("Tokens of an answer at most.")] = None
     stream_options: Annotated[StreamOptions | None, about("Usage in the last event, or in every one.")] = None
-    prompt_logprobs: Annotated[NumTop | None, about("Logarithms of the prompt's tokens, and the top.", "vLLM")] = None
+    prompt_logprobs: Annotated[NumTop | None, about("Logprobs of the prompt's tokens, and the top.", "vLLM")] = None
     return_token_ids: Annotated[bool | None, about("The answer's token ids beside its text.", "vLLM")] = None
-    return_tokens_as_token_ids: Annotated[bool | None, about("In logarithms, `token_id:7` for a text.", "vLLM")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, about("In logprobs, `token_id:7` for a text.", "vLLM")] = None
     response_format: Annotated[ResponseFormat | None, about("Any text, any JSON object, or a JSON Schema's.")] = None
     guided_json: Annotated[Schema | str | None, about("`structured_outputs.json`.", "vLLM")] = None
     guided_regex: Annotated[str | None, about("`structured_outputs.regex`.", "vLLM")] = None
@@ -89,8 +89,8 @@ class CommonBody(SharedBody, frozen=True, kw_only=True):
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True):
     prompt: Annotated[str | list[str | int | list[int]], about("A text, token ids, or several of either.")]
-    logprobs: Annotated[NumTop | None, about("Logarithms of the answer's tokens, and of so many likeliest.")] = None
-    echo: Annotated[bool | None, about("The prompt before the answer; with `logprobs` its logarithms too.")] = None
+    logprobs: Annotated[NumTop | None, about("Logprobs of the answer's tokens, and of so many likeliest.")] = None
+    echo: Annotated[bool | None, about("The prompt before the answer; with `logprobs` its logprobs too.")] = None
     add_special_tokens: Annotated[bool | None, about("False: the tokens of the prompt's text alone.", "vLLM")] = None
 
 
@@ -100,7 +100,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     tool_choice: Annotated[str | dict[str, Any] | None, about("none, auto, required, or one function.")] = None
     parallel_tool_calls: Annotated[bool | None, about("False: an answer has one call at most.")] = None
     max_completion_tokens: Annotated[Tokens | None, about("As `max_tokens`, which it replaced.")] = None
-    logprobs: Annotated[bool | None, about("Logarithms of the answer's tokens.")] = None
+    logprobs: Annotated[bool | None, about("Logprobs of the answer's tokens.")] = None
     top_logprobs: Annotated[NumTop | None, about("With those of so many likeliest tokens.")] = None
     reasoning_effort: Annotated[str | None, about("How long to think, where the template knows the word.")] = None
     include_reasoning: Annotated[bool | None, about("False: what the model thought is not told.", "vLLM")] = None
@@ -132,9 +132,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     return_token_ids: bool
     shows_ids: bool
-    """Logarithms name tokens by their ids, not by their texts."""
+    """Logprobs name tokens by their ids, not by their texts."""
     prompt_logprobs: bool
-    """The prompt's logarithms are told by themselves, beside what `echo` tells."""
+    """The prompt's logprobs are told by themselves, beside what `echo` tells."""
 
 
 Prompt = str | list[int]

@@ -271,7 +271,7 @@ def _asks_for_nothing(parameter: Parameter, raw: msgspec.Raw) -> bool:
 
 
 def _decoded(raw: msgspec.Raw) -> object:
-    """Return a JSON value; of what is none, something that equals nothing."""
+    """Return a JSON value; of invalid JSON, something that equals nothing."""
     try:
         return cast(object, msgspec.json.decode(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

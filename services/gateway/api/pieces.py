@@ -2,7 +2,7 @@
 
 Whoever takes it apart (`TextReader` in `choice.py`, and what it is made of) gets text as it comes and returns what is
 certain. However the text is divided, the pieces add up to the same. Text that may be the beginning of a marker is held
-back until it is one or is none.
+back until it is one or cannot be one.
 """
 
 from typing import NamedTuple

@@ -17,7 +17,7 @@ from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import ToolFormat
 from services.gateway import limits
 from services.gateway.api.constraints import Constraint, StructuredOutputs, check_together, constraint_of
-from services.gateway.api.conversation import Chat, Reading, answer_to, chat_of
+from services.gateway.api.conversation import Chat, OutputParser, answer_to, chat_of
 from services.gateway.api.grammars import GrammarReader
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import (
@@ -73,7 +73,7 @@ class Prepared:
     """An HTTP request, checked and tokenized: one prompt or several, each answered `options.n` times.
 
     `ends`: what the answers to each prompt stand behind. `texts`: the prompts', where they are to be echoed.
-    `max_tokens`: of the answer to each, at least one. `reading`: how the answers' texts are taken apart. `constraint`
+    `max_tokens`: of the answer to each, at least one. `parser`: how the answers' texts are taken apart. `constraint`
     is still to be understood.
     """
 
@@ -82,7 +82,7 @@ class Prepared:
     ends: tuple[PromptEnd, ...]
     texts: tuple[str, ...]
     max_tokens: tuple[int, ...]
-    reading: Reading
+    parser: OutputParser
     constraint: Constraint | None
 
 
@@ -91,11 +91,11 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
     options, codec = options_of(body, model.vocab_size), model.codec
     asked: list[str | list[int]] = []
     check_model(model, options.model)
-    reading, constraint = Reading(), constraint_in(body)
+    parser, constraint = OutputParser(), constraint_in(body)
     if isinstance(body, ChatBody):
         param, chat = "messages", chat_of(body)
         token_ids = [encode_chat(model, chat)]
-        reading, constraint = answer_to(chat, token_ids[0], codec, model.tool_format, constraint)
+        parser, constraint = answer_to(chat, token_ids[0], codec, model.tool_format, constraint)
     else:
         param = "prompt"
         asked = prompts_of(body, model.vocab_size)
@@ -115,7 +115,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
     options = msgspec.structs.replace(options, sampling=sampling)
     num_fitting = _num_fitting(model, options, max_bytes, has_grammar=constraint is not None)
     max_tokens = [_max_tokens(model, options, len(ids), num_fitting, default, param, max_bytes) for ids in token_ids]
-    shown_ids = codec.ids_shown(codec.added_ids if options.shows_special else reading.shown)
+    shown_ids = codec.ids_shown(codec.added_ids if options.shows_special else parser.shown)
     ends = [codec.prompt_end(prompt, shown_ids) for prompt in token_ids]
     return Prepared(
         options=options,
@@ -123,7 +123,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
         ends=tuple(ends),
         texts=tuple(map(partial(_text, codec), asked, token_ids, ends)) if options.echo else (),
         max_tokens=tuple(max_tokens),
-        reading=reading,
+        parser=parser,
         constraint=constraint,
     )
 
@@ -245,7 +245,7 @@ def _check_length(model: GatewayModel, texts: Iterable[str], param: str) -> None
 def _check_prompt_logprobs(num_prompt: int, num_top: int, max_bytes: int) -> None:
     if (num_bytes := num_message_bytes(num_prompt, num_top)) > max_bytes // 2:
         message = (
-            f"the logarithms of a prompt of {num_prompt} tokens with {num_top} likeliest ones each take {num_bytes} "
+            f"the logprobs of a prompt of {num_prompt} tokens with {num_top} likeliest ones each take {num_bytes} "
             f"bytes, and at most {max_bytes // 2} fit into a message: ask for fewer"
         )
         raise InvalidRequestError(message, "prompt_logprobs", "request_too_large", 413)

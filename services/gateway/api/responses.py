@@ -62,7 +62,7 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     tool_choice: Annotated[str | dict[str, Any] | None, about("none, auto, required, or one function.")] = None
     parallel_tool_calls: Annotated[bool | None, about("False: an answer has one call at most.")] = None
     reasoning: Annotated[ReasoningOptions | None, about("`effort`, where the template knows it.")] = None
-    include: Annotated[list[str] | None, about(f"`{LOGPROBS}`: logarithms of the answer's tokens.")] = None
+    include: Annotated[list[str] | None, about(f"`{LOGPROBS}`: logprobs of the answer's tokens.")] = None
     top_logprobs: Annotated[NumTop | None, about("With those of so many likeliest tokens.")] = None
     metadata: Annotated[dict[str, str] | None, about("Told back.")] = None
     stream_options: Annotated[PaddingOptions | None, about("Padding, of which there is none.")] = None

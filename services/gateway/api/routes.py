@@ -287,7 +287,8 @@ def _let_in(request: HttpRequest) -> Gateway:
 async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASGIApp:
     """Return the response that answers a generation, or says what is wrong with it.
 
-    Who asks, and what is sent, is known from the headers: of a stranger no body is read, and nothing is kept.
+    Who asks, and what is sent, is known from the headers: of an unauthenticated client no body is read, and nothing is
+    kept.
     """
     has_read = False
     observer: AnswerObserver | None = None
@@ -459,12 +460,12 @@ def _choice(model: GatewayModel, prepared: Prepared, prompt: int) -> Choice:
         prompt_end=prepared.ends[prompt],
         prompt_text=prepared.texts[prompt] if prepared.texts else "",
         detokenizer=model.codec.detokenizer(prepared.ends[prompt]),
-        reader=prepared.reading.reader(StopMatcher(options.stops, keeps_stop=options.keeps_stop)),
+        reader=prepared.parser.reader(StopMatcher(options.stops, keeps_stop=options.keeps_stop)),
         min_tokens=sampling.min_tokens,
         hidden_ids=set[int]() if options.keeps_stop else ends,
-        tells_reasoning=prepared.reading.tells_reasoning,
+        tells_reasoning=prepared.parser.tells_reasoning,
         shows_none=options.max_tokens == 0,
-        has_named_call=prepared.reading.has_named_call,
+        has_named_call=prepared.parser.has_named_call,
     )
 
 

@@ -238,7 +238,7 @@ class CompletionStyle(ClassicStyle):
         )
 
     def _logprobs(self, choice: Choice, part: slice, *, echoed: bool) -> TextLogprobs | None:
-        """Return the logarithms of these tokens, with the prompt's before them where it is part of the text."""
+        """Return the logprobs of these tokens, with the prompt's before them where it is part of the text."""
         if self._options.sampling.logprobs is None:
             return None
         token_ids, logprobs = choice.token_ids[part], choice.logprobs[part]

@@ -258,7 +258,7 @@ def _cut_at(text: str, mark: str, content: str) -> str:
 
 
 def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
-    """Return a call as templates expect it: its arguments as an object, unless their text is none."""
+    """Return a call as templates expect it: its arguments as an object, unless their text is no JSON object."""
     arguments = call.arguments if as_text else _object_of(call.arguments)
     identity = {"id": call.id} if call.id else {}
     return {**identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}

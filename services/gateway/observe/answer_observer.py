@@ -144,7 +144,7 @@ class ChoiceSpans:
         self.telemetry.record(SpanName.DISPATCH, live.job.trace, span_ns, attributes, error=error, peer=role)
 
     def _goes_on(self, live: LiveRequest) -> None:
-        """Tokens are here: an answer that was given away has moved."""
+        """Tokens are here: an answer that was migrated has moved."""
         if live.times.moved is None:
             return
         (worker_id, moved_ns), live.times.moved = live.times.moved, None

@@ -117,7 +117,7 @@ class RequestCore:
         self._must_split = must_split
         self._excluded: list[WorkerId] = []
         self._moved_from: KVSource | None = None
-        """Who has given an attempt away, and what of its prompt lies there, until another attempt has got on."""
+        """Who has migrated an attempt, and what of its prompt lies there, until another attempt has got on."""
         self._troubles: list[str] = []
         self._num_vain = 0
         """Attempts in a row that gave the client nothing."""
@@ -215,8 +215,8 @@ class RequestCore:
         self._waiting_since_ms = self._waiting_since_ms or now_ms
         gateway = self._config.gateway
         limit_ms = round(1000 * (gateway.resume_wait_s if self._is_under_way else gateway.place_wait_s))
-        if self._detector.is_deaf(now_ms):
-            limit_ms += self._times.deaf_wait_ms
+        if self._detector.is_partitioned(now_ms):
+            limit_ms += self._times.partitioned_wait_ms
         if now_ms - max(self._waiting_since_ms, self._detector.since_ms) >= limit_ms:
             return self._end("", fail)
         self.phase = Phase.WAITING
@@ -387,7 +387,7 @@ class RequestCore:
         if len(self._deaths) >= MAX_DEATHS:
             message = f"{MAX_DEATHS} engines died as they computed this request: {fail.message}"
             return self._end(failure.code, FailRequest(failure.code, message, 500))
-        if failure.code in GIVEN_AWAY:
+        if failure.code in MIGRATED:
             held = KVSource(worker_id=worker_id, first_block=0, num_blocks=failure.held_blocks)
             return self._retry(worker_id, failure.code, fail, now_ms, taken=False, moved_from=held)
         if failure.retryable:
@@ -432,7 +432,7 @@ class RequestCore:
     ) -> list[Action]:
         """Give this attempt up and begin another, if possible without `worker_id`; fail where it was the last.
 
-        Not `taken`: nobody has worked on it, or whoever has gives it away. Time bounds such attempts and no number
+        Not `taken`: nobody has worked on it, or whoever has migrates it. Time bounds such attempts and no number
         does. `moved_from`: where what there is of it lies.
         """
         self._troubles = [*self._troubles[1 - MAX_TROUBLES :], f"attempt {self.attempt}: {fail.message}"]
@@ -497,7 +497,7 @@ class RequestCore:
 
 _PASSING = (RefusalReason.OVERLOADED, RefusalReason.DRAINING)
 """Refusals of a mesh that is full for a while: what is under way waits for their end."""
-GIVEN_AWAY = (AttemptFailure.DRAINING, AttemptFailure.MADE_ROOM, AttemptFailure.ENGINE_DIED)
+MIGRATED = (AttemptFailure.DRAINING, AttemptFailure.PREEMPTED, AttemptFailure.ENGINE_DIED)
 """Failures of workers that have done nothing wrong: what they have of the answer can be read there."""
 _FAILURE_STATUS = {
     AttemptFailure.TRANSFER_FAILED: 502,
@@ -506,7 +506,7 @@ _FAILURE_STATUS = {
     AttemptFailure.ENGINE_DIED: 503,
     AttemptFailure.DEADLINE: 504,
     AttemptFailure.DRAINING: 503,
-    AttemptFailure.MADE_ROOM: 503,
+    AttemptFailure.PREEMPTED: 503,
     AttemptFailure.GRAMMAR: 400,
 }
 """HTTP's, for an answer that has not begun."""

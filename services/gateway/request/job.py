@@ -91,7 +91,7 @@ async def continue_prompt(job: Job, answered: Sequence[int]) -> PackedPrompt:
 
 
 def tokens_received(job: Job, worker_id: WorkerId, share: RequestTokens) -> TokensReceived:
-    """Return what a worker's message says of a job. Raises ValueError where it is malformed, or lacks a logarithm that
+    """Return what a worker's message says of a job. Raises ValueError where it is malformed, or lacks a logprob that
     is wanted."""
     tokens, sampling = tuple(unpack_tokens(share.tokens)), job.sampling
     logprobs = _logprobs(share.logprobs, len(tokens)) if sampling.logprobs is not None else ()
@@ -114,12 +114,12 @@ def tokens_received(job: Job, worker_id: WorkerId, share: RequestTokens) -> Toke
 def _logprobs(packed: Logprobs | None, num_tokens: int) -> tuple[TokenLogprob, ...]:
     found = tuple(unpack_logprobs(packed)) if packed is not None else ()
     if len(found) != num_tokens:
-        raise ValueError(f"{len(found)} logarithms of {num_tokens} tokens")
+        raise ValueError(f"{len(found)} logprobs of {num_tokens} tokens")
     return found
 
 
 def computes_whole(job: Job, num_answered: int) -> bool:
-    """Say whether nothing of the prompt may come from elsewhere, as its own logarithms are wanted."""
+    """Say whether nothing of the prompt may come from elsewhere, as its own logprobs are wanted."""
     return job.sampling.prompt_logprobs is not None and not num_answered
 
 
@@ -153,7 +153,7 @@ def attempt_message(
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,
-        proof=proof,
+        signature=proof,
         replica=action.replica,
         spare_blocks=action.spare_blocks,
     )

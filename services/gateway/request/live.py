@@ -36,7 +36,7 @@ class RequestTimes:
     written_s: float = 0.0
     """When tokens were last written to the client, in seconds."""
     moved: tuple[WorkerId, int] | None = None
-    """Who has given the answer away that has not gone on yet, and when."""
+    """Who has migrated the answer that has not gone on yet, and when."""
     sent: dict[tuple[int, WorkerId], Dispatch] = field(default_factory=dict[tuple[int, WorkerId], Dispatch])
     """By attempt and worker."""
 
@@ -61,7 +61,7 @@ class LiveRequest:
     core: RequestCore
     prompt: PackedPrompt
     """What the attempt under way computes: the job's prompt, or that and what has been answered."""
-    proof: bytes
+    signature: bytes
     """This gateway's signature of whose request it is."""
     started_ms: int
     told: Told

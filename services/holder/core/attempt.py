@@ -51,7 +51,7 @@ class KVRead:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Twin:
+class InFlightDuplicate:
     """An attempt whose prompt begins alike, and which fills the blocks up to `end_block` of it; the last of these is
     `last_block` of the arena."""
 
@@ -61,11 +61,11 @@ class Twin:
 
 
 @dataclass(slots=True)
-class TwinWait:
-    """An attempt's wait for what others fill. `twin`: whom it waits for; None: it waits no more, and keeps nothing of
-    who has ended. `request_id`: whom it waited for last."""
+class DuplicateWait:
+    """An attempt's wait for blocks that others fill. `duplicate`: the attempt that it waits for; None: it waits no
+    more. `request_id`: the request that it waited for last."""
 
-    twin: Twin | None
+    duplicate: InFlightDuplicate | None
     request_id: RequestId
     began_ms: int
     until_ms: int
@@ -212,7 +212,7 @@ class Upstream:
     has_left: bool = False
     lost_reason: str = ""
     """Why no offer will come, learnt while the attempt was waiting for blocks; "": it may come."""
-    num_given_away: int = 0
+    num_migrated: int = 0
     """Blocks of other attempts that go on elsewhere so that this one has room."""
 
 
@@ -259,7 +259,7 @@ class Attempt:
     stage: RunStage = RunStage.QUEUED
     """How far it is."""
     answer: SentAnswer = field(default_factory=SentAnswer)
-    wait: TwinWait | None = None
+    wait: DuplicateWait | None = None
     """Its wait for others' blocks; None: it has not waited."""
     tables: BlockTables = ()
     kv: PromptKV | None = None
@@ -327,8 +327,8 @@ class Attempt:
         """Prompt tokens whose KV is neither here nor the engine's to compute, yet."""
         if self.stage in (RunStage.COMPUTING, RunStage.HANDING_OVER, RunStage.ENDING):
             return 0
-        if self.wait is not None and self.wait.twin is not None:
-            return self.num_prompt_tokens - self.wait.twin.end_block * self.hasher.block_size
+        if self.wait is not None and self.wait.duplicate is not None:
+            return self.num_prompt_tokens - self.wait.duplicate.end_block * self.hasher.block_size
         return self.num_prompt_tokens - (self.kv.num_present_tokens if self.kv else 0)
 
     @property
@@ -348,5 +348,5 @@ class Attempt:
             age_ms=max(0, now_ms - self.times.accepted_ns // 1_000_000),
             num_prompt_tokens=self.num_prompt_tokens,
             reading_from=self.read.holder if self.read else "",
-            waiting_for=self.wait.request_id if self.wait is not None and self.wait.twin is not None else "",
+            waiting_for=self.wait.request_id if self.wait is not None and self.wait.duplicate is not None else "",
         )

@@ -41,15 +41,15 @@ from services.holder.core.actions import (
     Submit,
     Withdraw,
 )
-from services.holder.core.attempt import Attempt, KVRead, SentAnswer, TwinWait
+from services.holder.core.attempt import Attempt, DuplicateWait, KVRead, SentAnswer
 from services.holder.core.checks import WorkerLimits, check_request, read_prompt
 from services.holder.core.content import AttemptKey, PromptKV
 from services.holder.core.events import AttemptAsked
+from services.holder.core.inflight import InFlightDuplicates
 from services.holder.core.leases import Grant, LeaseTable
 from services.holder.core.messages import handoff_fields, publish_event
 from services.holder.core.replica_offer import ReplicaOffer
-from services.holder.core.twins import Twins
-from services.holder.limits import MAX_PAST_ATTEMPTS, TWIN_WAIT_SHARE
+from services.holder.limits import DUPLICATE_WAIT_SHARE, MAX_PAST_ATTEMPTS
 
 _LEASE_ENDS = {
     AttemptEnd.COMPLETE: LeaseEnd.UNNEEDED,
@@ -108,7 +108,9 @@ class Line:
 class Attempts:
     """Owns the attempts of one worker; shares its blocks and leases with the worker's other cores."""
 
-    def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, *, twins: bool = True) -> None:
+    def __init__(
+        self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, *, wait_for_duplicates: bool = True
+    ) -> None:
         self.limits = limits
         self.cache = cache
         self.leases = leases
@@ -122,7 +124,7 @@ class Attempts:
         """Prompts that wait for blocks."""
         self.to_receive = Line(limits.max_queued)
         """The same of attempts whose prompts others compute."""
-        self.made_room: list[Attempt] = []
+        self.preempted: list[Attempt] = []
         """They go on elsewhere, and their blocks are given back once somebody has come for what is here of them."""
         self.early_reservations: dict[HandoffId, int] = {}
         """When each hand-over was first heard of that is not known here."""
@@ -133,7 +135,7 @@ class Attempts:
         """Events of hand-overs that did not agree with what this worker was asked for."""
         self.num_late = 0
         """Events that mean nothing (any more) to the attempt that they are about."""
-        self._twins = Twins(cache, self.records, twins)
+        self._duplicates = InFlightDuplicates(cache, self.records, wait_for_duplicates)
         self._by_handoff: dict[HandoffId, Attempt] = {}
 
     # What others ask of them.
@@ -149,7 +151,7 @@ class Attempts:
         return sum(attempt.stage is RunStage.QUEUED for attempt in self.records.values())
 
     @property
-    def num_waiting_for_twin(self) -> int:
+    def num_waiting_for_duplicate(self) -> int:
         """Attempts that wait for what another one fills."""
         return sum(attempt.stage is RunStage.WAITING for attempt in self.records.values())
 
@@ -288,12 +290,12 @@ class Attempts:
         if attempt.stage is RunStage.COMPUTING:
             attempt.moving = detail
             return [Withdraw(attempt.key)]
-        return [self.give_away(attempt, detail, now_ms), *self.end_attempt(attempt, detail, now_ms)]
+        return [self.migrate(attempt, detail, now_ms), *self.end_attempt(attempt, detail, now_ms)]
 
-    def give_away(self, attempt: Attempt, detail: str, now_ms: int) -> Emit:
+    def migrate(self, attempt: Attempt, detail: str, now_ms: int) -> Emit:
         """Return the action that tells the gateway to go on elsewhere."""
-        makes_room = attempt.moving and not self.draining
-        code = AttemptFailure.MADE_ROOM if makes_room else AttemptFailure.DRAINING
+        preempted = attempt.moving and not self.draining
+        code = AttemptFailure.PREEMPTED if preempted else AttemptFailure.DRAINING
         return self.tell_held(attempt, code, detail, now_ms)
 
     def tell_held(
@@ -363,7 +365,7 @@ class Attempts:
         return self.to_compute if request.upstream is None else self.to_receive
 
     def next_of(self, line: Line, now_ms: int, may_begin: Callable[[Attempt], bool] = lambda _: True) -> Attempt | None:
-        """Return whose turn it is of those in line that may begin and do not wait for a twin."""
+        """Return whose turn it is of those in line that may begin and do not wait for a duplicate."""
         first: Attempt | None = None
         for attempt in line.in_turn():  # those behind the first are looked at to say what they wait for
             if not may_begin(attempt):
@@ -374,27 +376,29 @@ class Attempts:
         return first
 
     def _waits(self, attempt: Attempt, now_ms: int) -> bool:
-        """Say whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logarithms
+        """Say whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logprobs
         are wanted is computed whole."""
         wait = attempt.wait
         may_wait = wait is None or now_ms < wait.until_ms
-        if may_wait and wait is not None and wait.twin is not None and self._twins.fills(wait.twin):
+        if may_wait and wait is not None and wait.duplicate is not None and self._duplicates.fills(wait.duplicate):
             return True
-        twin = self._twins.find(attempt) if may_wait and not attempt.owes_prompt_logprobs else None
-        if twin is None:
-            if wait is not None and wait.twin is not None:
-                wait.twin, wait.ended_ms = None, now_ms
+        duplicate = self._duplicates.find(attempt) if may_wait and not attempt.owes_prompt_logprobs else None
+        if duplicate is None:
+            if wait is not None and wait.duplicate is not None:
+                wait.duplicate, wait.ended_ms = None, now_ms
             attempt.enter(RunStage.QUEUED)
             return False
-        request_id = twin.attempt.request.request_id
+        request_id = duplicate.attempt.request.request_id
         if wait is None:
             times, left_ms = self.limits.times, attempt.request.deadline_ms - now_ms
             is_computed = attempt.upstream is None
-            most_ms = times.prefill.twin_computes_within_ms if is_computed else times.decode.twin_lands_within_ms
-            until_ms = now_ms + min(most_ms, left_ms // TWIN_WAIT_SHARE)
-            attempt.wait = TwinWait(twin, request_id, now_ms, until_ms)
+            most_ms = (
+                times.prefill.duplicate_computes_within_ms if is_computed else times.decode.duplicate_lands_within_ms
+            )
+            until_ms = now_ms + min(most_ms, left_ms // DUPLICATE_WAIT_SHARE)
+            attempt.wait = DuplicateWait(duplicate, request_id, now_ms, until_ms)
         else:
-            wait.twin, wait.request_id = twin, request_id
+            wait.duplicate, wait.request_id = duplicate, request_id
         attempt.enter(RunStage.WAITING)
         return True
 
@@ -442,7 +446,7 @@ class Attempts:
             first_block=piece.first_block,
             block_hashes=join_hashes(attempt.hasher.hashes[piece.first_block : piece.first_block + piece.num_blocks]),
             tenant=request.tenant,
-            proof=request.proof,
+            signature=request.signature,
         )
         first_token = piece.first_block * limits.block_size
         attempt.enter(RunStage.FETCHING)

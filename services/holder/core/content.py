@@ -23,13 +23,13 @@ class PromptPiece:
 class ReadOutcome:
     """What a read brought: the contiguous, verified prefix in tokens of the sequence, and by which carrier ('': it
     never started). A hand-over in whole blocks ends at the border of the prompt's last one. `is_whole`: all that the
-    holder granted. `more_comes`: it will grant more when it is asked again."""
+    holder granted. `has_more`: it will grant more when it is asked again."""
 
     num_landed_tokens: int
     num_bytes: int = 0
     carrier: str = ""
     is_whole: bool = False
-    more_comes: bool = False
+    has_more: bool = False
 
 
 @dataclass(slots=True)

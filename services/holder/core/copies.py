@@ -18,7 +18,7 @@ from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTables
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, is_subject_token
-from schemas.kv import BlocksCooling, ReadEnd, ReplicateBlocks, RequestLease
+from schemas.kv import EvictionCandidates, ReadEnd, ReplicateBlocks, RequestLease
 from schemas.observe import HeldRequest, RunStage
 from schemas.request import RefusalReason
 from schemas.worker import WorkerLeft
@@ -54,7 +54,7 @@ class Why(enum.Enum):
 
     COMPLETED = enum.auto()
     """It was just computed, and is wanted elsewhere as well."""
-    COOLING = enum.auto()
+    CANDIDATE = enum.auto()
     """Its source will soon give it up. The coldest come first."""
     LEFT_BEHIND = enum.auto()
     """Its source leaves: it is worth more than what was not used for longest here."""
@@ -111,7 +111,7 @@ class CopyCore:
     @property
     def num_waiting(self) -> int:
         """Blocks that are offered and not being read."""
-        coming = self._coming()
+        coming = self._in_flight()
         return sum(content not in coming for source in self._sources.values() for content in source.claims)
 
     def held(self, now_ms: int) -> Iterator[HeldRequest]:
@@ -130,7 +130,7 @@ class CopyCore:
         """Return what is done with which event."""
         return {
             CopyOffered: self._offered,
-            BlocksCooling: self._cooling,
+            EvictionCandidates: self._candidates,
             ReadEnded: self._read_ended,
             WorkerLeft: self._worker_left,
             DrainBegun: self._drain_begun,
@@ -148,9 +148,9 @@ class CopyCore:
             return []
         return self._take(offer.source, offer.tenant, offer.block_hashes, claim, now_ms)
 
-    def _cooling(self, event: BlocksCooling, now_ms: int) -> list[Action]:
+    def _candidates(self, event: EvictionCandidates, now_ms: int) -> list[Action]:
         """Somebody will soon give these blocks up, the first of them first."""
-        claim = Claim(Why.COOLING, now_ms + self._limits.times.worker.read_within_ms)
+        claim = Claim(Why.CANDIDATE, now_ms + self._limits.times.worker.read_within_ms)
         return self._take(event.worker_id, event.tenant, event.block_hashes, claim, now_ms)
 
     def _read_ended(self, event: ReadEnded, now_ms: int) -> list[Action]:
@@ -188,7 +188,7 @@ class CopyCore:
 
     def _time_passed(self, _: TimePassed, now_ms: int) -> list[Action]:
         """Forget what has waited for too long, and read what there is room for."""
-        coming, actions = self._coming(), list[Action]()
+        coming, actions = self._in_flight(), list[Action]()
         for worker_id, source in list(self._sources.items()):
             late = [each for each, claim in source.claims.items() if claim.deadline_ms <= now_ms and each not in coming]
             actions += self._drop(worker_id, late, "there was no room for them in time")
@@ -219,7 +219,7 @@ class CopyCore:
             self._sources[worker_id] = source
         return self.start_reads(now_ms)
 
-    def _coming(self) -> set[Content]:
+    def _in_flight(self) -> set[Content]:
         return {content for copy in self.reading.values() for content in copy.contents}
 
     def start_reads(self, now_ms: int) -> list[Action]:
@@ -234,7 +234,7 @@ class CopyCore:
 
     def _read_from(self, worker_id: WorkerId, now_ms: int) -> list[Action]:
         """Begin to read some of one source's blocks: of one tenant, and offered for one reason."""
-        claims, coming = self._sources[worker_id].claims, self._coming()
+        claims, coming = self._sources[worker_id].claims, self._in_flight()
         # What has come meanwhile, from others, is wanted no more; what is coming is waited for.
         for content in [content for content in claims if self._is_here(content)]:
             del claims[content]
@@ -254,7 +254,7 @@ class CopyCore:
         dropped = self._drop(worker_id, alike[spare[first.why] :], "no room") if first.why is Why.LEFT_BEHIND else []
         # In the order of a sequence: so the holder lends all before the first that it has given up, and the last is
         # given up first here.
-        if first.why is Why.COOLING:
+        if first.why is Why.CANDIDATE:
             batch.reverse()
         self._num_read += 1
         hashes = tuple(content.block_hash for content in batch)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
-from schemas.kv import BlocksCooling, PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
+from schemas.kv import EvictionCandidates, PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.request import AttemptFailure, CancelRequest, RefusalReason, RunAttempt
 from schemas.worker import WorkerLeft
 from services.engine.messages import StepResult
@@ -172,7 +172,7 @@ Event = (
     | WorkerLeft
     | EngineEvent
     | CopyOffered
-    | BlocksCooling
+    | EvictionCandidates
     | ReadStarted
     | ReadEnded
     | ReturnLease

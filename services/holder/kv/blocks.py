@@ -18,7 +18,7 @@ from dataplane.blocks.layout import ArenaShape, BlockTables, block_ids, num_dist
 from dataplane.blocks.ticket import Ticket
 from dataplane.carriers.carrier import KVArena
 from dataplane.ends.server import PlaneServer, ServerOptions
-from dataplane.memory.content_tags import BlockContents
+from dataplane.memory.content_macs import BlockContents
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from dataplane.times import PlaneTimes
@@ -211,7 +211,7 @@ class StreamLease(Generic[MemoryT]):
     kv: Grant
     traceparent: str
 
-    def content_tags(self) -> bytes:
+    def content_macs(self) -> bytes:
         """Return the tags of what is lent, joined; those that are missing are made."""
         contents = self.holder.contents
         if contents is None:

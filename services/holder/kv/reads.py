@@ -17,7 +17,7 @@ from dataplane.blocks.kept import Content, KeptBlocks
 from dataplane.blocks.layout import block_ids
 from dataplane.ends.reader import Landed, PlaneReader, ReadRequest
 from dataplane.memory.codec import WireDtype
-from dataplane.memory.content_tags import BlockContents, ExpectedContent
+from dataplane.memory.content_macs import BlockContents, ExpectedContent
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
@@ -31,7 +31,7 @@ from services.holder.core.attempt import KVRead
 from services.holder.core.content import ReadOutcome
 from services.holder.core.events import ReadEnded, ReadStarted
 from services.holder.kv.peers import Peers
-from services.holder.limits import TWIN_WAIT_SHARE
+from services.holder.limits import DUPLICATE_WAIT_SHARE
 from services.holder.observe.transfers import TransferSpan
 from services.holder.outbox import Outbox
 from services.runtime import logging_failures, now_ms
@@ -119,12 +119,12 @@ class KVReads:
         ended = await self.carry_out(read)
         if isinstance(lease, KVOffered):
             return ended
-        until_ms = now_ms() + max(0, lease.deadline_ms - now_ms()) // TWIN_WAIT_SHARE
+        until_ms = now_ms() + max(0, lease.deadline_ms - now_ms()) // DUPLICATE_WAIT_SHARE
         num_blocks, block_size = len(lease.block_hashes) // BLOCK_HASH_BYTES, self.settings.block_size
         limit_s = self.settings.base_s + num_blocks * block_size * self.settings.token_s
         latest, moved_s = ended, time.monotonic()
-        while (is_coming := latest.end is ReadEnd.COMING) or latest.outcome.more_comes:
-            if now_ms() >= until_ms or (not is_coming and time.monotonic() - moved_s > limit_s):
+        while (is_in_flight := latest.end is ReadEnd.IN_FLIGHT) or latest.outcome.has_more:
+            if now_ms() >= until_ms or (not is_in_flight and time.monotonic() - moved_s > limit_s):
                 break
             before = ended.outcome
             num_read = max(0, before.num_landed_tokens // block_size - lease.first_block)
@@ -132,7 +132,7 @@ class KVReads:
             rest = msgspec.structs.replace(lease, first_block=lease.first_block + num_read, block_hashes=left)
             first_token = max(before.num_landed_tokens, read.first_token)
             try:
-                if is_coming:
+                if is_in_flight:
                     await asyncio.sleep(self.settings.times.coming_again_s)
                 latest = await self.carry_out(replace(read, lease=rest, first_token=first_token))
             except asyncio.CancelledError:
@@ -156,7 +156,7 @@ class KVReads:
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
         landed, ended = None, _stopped(read)
         try:
-            async with self._terms(read, span) as (request, more_comes):
+            async with self._terms(read, span) as (request, has_more):
                 try:
                     landed = await self.reader.read_kv(request, lambda carrier: self._started(read, carrier))
                 finally:  # also of what landed of a read that broke
@@ -167,7 +167,7 @@ class KVReads:
                 landed.stats.num_bytes,
                 landed.stats.carrier,
                 is_whole=True,
-                more_comes=more_comes,
+                has_more=has_more,
             )
             first_token = self._first_token(landed.trailer) if read.is_hand_over else None
             ended = ReadEnded(read, outcome, first_token=first_token)
@@ -213,10 +213,10 @@ class KVReads:
         within_ms = min(lease.deadline_ms - now_ms(), self.settings.times.lease_answer_ms)
         request = msgspec.structs.replace(lease, answer_within_ms=within_ms)
         if lease.is_copy:
-            request = self.credentials.prove_copy(request, read.holder)
+            request = self.credentials.sign_copy(request, read.holder)
         async with self.lease(request, read.holder, span.story) as granted:
             endpoint, tokens = await self._endpoint(read.holder, granted), (granted.first_token, granted.num_tokens)
-            yield self._to_read(read, endpoint, granted.ticket, tokens, span.stats), granted.more_comes
+            yield self._to_read(read, endpoint, granted.ticket, tokens, span.stats), granted.has_more
 
     async def _endpoint(self, holder: WorkerId, terms: KVOffered | LeaseGranted) -> Endpoint:
         """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""
@@ -304,7 +304,7 @@ class KVReads:
         except Exception as error:  # noqa: BLE001  (one bad holder must not end the service)
             return NotGrantedError(f"{type(error).__name__}: {error}", end=ReadEnd.OTHER)
         if isinstance(reply, Refused):
-            end = ReadEnd.COMING if reply.reason is RefusalReason.COMING else ReadEnd.REFUSED
+            end = ReadEnd.IN_FLIGHT if reply.reason is RefusalReason.IN_FLIGHT else ReadEnd.REFUSED
             return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason, end)
         if nobody_waits.is_set():
             self._give_back(holder, request, reply)

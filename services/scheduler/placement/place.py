@@ -27,9 +27,9 @@ from services.scheduler.limits import (
 )
 from services.scheduler.placement.admission import Admission, AdmissionLimits, Wait
 from services.scheduler.placement.fleet_view import Demand, FleetView, Group, needed_blocks
+from services.scheduler.placement.inflight import InFlightPrompt, InFlightPrompts
 from services.scheduler.placement.known_rates import Slots
 from services.scheduler.placement.known_worker import KnownWorker
-from services.scheduler.placement.making import Maker, Making
 from services.scheduler.placement.named import COST
 from services.scheduler.placement.policy import NOBODY, POLICIES, Choice, Policy, PolicyError, Question, least_loaded
 
@@ -66,10 +66,10 @@ class Placer:
         self._pull_tokens_min = settings.pull_tokens_min
         self._policy = policy
         self._replicate = settings.replicate
-        self._has_twins = settings.twins
+        self._waits_for_duplicates = settings.wait_for_duplicates
         self._unsplit_tokens_max = settings.unsplit_tokens_max
         self._admission = Admission(AdmissionLimits(settings.max_queue_ms, settings.max_queued_requests))
-        self._making = Making()
+        self._in_flight = InFlightPrompts()
         self._turn = 0
         self._rests_until_ms = 0
         self.policy_failure = ""
@@ -81,9 +81,9 @@ class Placer:
             return refuse(case.request, RefusalReason.DEADLINE, "the deadline has passed")
         if not is_tenant(case.request.tenant):
             return refuse(case.request, RefusalReason.INVALID, "a tenant's name is a word of letters, digits, - and _")
-        self._making.failed(case.request.block_hashes, case.request.excluded_workers)
-        hashes = case.request.block_hashes if self._has_twins else b""
-        maker = self._making.find(hashes, case.fleet, case.now_ms)
+        self._in_flight.failed(case.request.block_hashes, case.request.excluded_workers)
+        hashes = case.request.block_hashes if self._waits_for_duplicates else b""
+        maker = self._in_flight.find(hashes, case.fleet, case.now_ms)
         question = self._question(case, maker)
         moved = None if case.request.must_split else _taken_over(question, case.request, self._unsplit_tokens_max)
         policy_name, chosen = ("moved", moved) if moved else self._choose(question, case.now_ms)
@@ -97,7 +97,7 @@ class Placer:
         self._note(case, chosen)
         return placement
 
-    def _question(self, case: Case, maker: Maker | None) -> Question:
+    def _question(self, case: Case, maker: InFlightPrompt | None) -> Question:
         """Return what to ask the policy."""
         fleet, demand = case.fleet, case.demand
         groups = [Group(*(fleet.fitting(slots, demand) for slots in group)) for group in fleet.groups]
@@ -116,7 +116,7 @@ class Placer:
             if (run.worker_id, run.incarnation) in fleet and (moved is None or run.worker_id != moved.worker_id)
         ]
         lenders = [run for run in holders if not against[known[run.worker_id].slot]]
-        if moved is not None:  # who gives an attempt away has not failed it: it is read from, and not chosen again
+        if moved is not None:  # who migrates an attempt has not failed it: it is read from, and not chosen again
             holders.append(moved)
             lenders.append(moved)
         if maker is not None:  # it has them by the time that this prompt's turn comes there, and lends nothing yet
@@ -201,10 +201,12 @@ class Placer:
         if (terms := chosen.choice.terms) is not None and case.request.block_hashes:
             info, hashes = chosen.prefill.info, case.request.block_hashes
             num_blocks = len(hashes) // BLOCK_HASH_BYTES
-            maker = Maker(info.worker_id, info.incarnation, num_blocks, case.now_ms + terms.ttft_ms)
-            self._making.placed(hashes, maker, case.fleet, case.now_ms)
+            maker = InFlightPrompt(info.worker_id, info.incarnation, num_blocks, case.now_ms + terms.ttft_ms)
+            self._in_flight.placed(hashes, maker, case.fleet, case.now_ms)
 
-    def _coming(self, case: Case, question: Question, chosen: Chosen, maker: Maker | None) -> tuple[KVSource, ...]:
+    def _in_flight_source(
+        self, case: Case, question: Question, chosen: Chosen, maker: InFlightPrompt | None
+    ) -> tuple[KVSource, ...]:
         """Return whom to read from what is still being computed there: if that is expected before it could be computed
         anew."""
         terms, info = chosen.choice.terms, chosen.prefill.info
@@ -220,13 +222,13 @@ class Placer:
         return (KVSource(worker_id=maker.worker_id, first_block=first, num_blocks=num_blocks),)
 
     def _placement(
-        self, case: Case, question: Question, chosen: Chosen, policy_name: str, maker: Maker | None
+        self, case: Case, question: Question, chosen: Chosen, policy_name: str, maker: InFlightPrompt | None
     ) -> Placement:
         replica: WorkerId | None = None
         if self._replicate:
             avoided = {*case.suspects, *case.request.excluded_workers}
             replica = case.fleet.replica_of(chosen.decode or chosen.prefill, avoided)
-        sources = (*chosen.choice.sources, *self._coming(case, question, chosen, maker))
+        sources = (*chosen.choice.sources, *self._in_flight_source(case, question, chosen, maker))
         return Placement(
             request_id=case.request.request_id,
             attempt=case.request.attempt,
@@ -282,7 +284,7 @@ def _moved_run(case: Case) -> HolderPrefix | None:
 
 
 def _taken_over(question: Question, request: PlaceRequest, computed_tokens_max: int) -> Chosen | None:
-    """Return who goes on alone with an attempt that was given away: it reads what there is of the prompt, once, and
+    """Return who goes on alone with an attempt that was migrated: it reads what there is of the prompt, once, and
     decodes on. None: so much would have to be computed that a policy is to say where, or nobody can."""
     moved = request.moved_from
     fleet = question.fleet
@@ -350,7 +352,7 @@ def _least_penalised(groups: Sequence[Group], against: Slots) -> tuple[list[Grou
 
 
 def _checked(question: Question, choice: object) -> Chosen | None:
-    """Return the workers of a choice. Raises PolicyError where it is none: a policy may be anybody's."""
+    """Return the workers of a choice. Raises PolicyError where it is invalid: a policy may be anybody's."""
     if choice is None and not question.has_ways:
         return None
     if not isinstance(choice, Choice):

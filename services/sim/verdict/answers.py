@@ -26,7 +26,7 @@ class Verdict:
     num_documents: int = 0
     """Whole answers that had a grammar."""
     num_moved: int = 0
-    """Times that an answer went on with what another worker had given away."""
+    """Times that an answer went on with what another worker had migrated."""
     failed: Counter[str] = field(default_factory=Counter[str])
     faults: Counter[str] = field(default_factory=Counter[str])
     problems: list[str] = field(default_factory=list[str])

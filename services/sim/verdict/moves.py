@@ -1,4 +1,4 @@
-"""Checks what becomes of answers that workers give away, as the broker saw it: each goes on, once, or has ended."""
+"""Checks what becomes of answers that workers migrate, as the broker saw it: each goes on, once, or has ended."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ WENT_WRONG = frozenset(
         AttemptFailure.GRAMMAR,
     }
 )
-"""With any other failure a worker gives an answer away: it is well, and somebody else goes on."""
+"""With any other failure a worker migrates an answer: it is well, and somebody else goes on."""
 PROMPT: frozenset[FaultKind] = frozenset(
     {"drain", "disconnect", "slow_client", "corruption", "truncation", "refusal", "stall", "slowness"}
 )
@@ -56,7 +56,7 @@ class MoveTap:
 
     @property
     def num_moved(self) -> int:
-        """How many attempts go on with what another worker has given away."""
+        """How many attempts go on with what another worker has migrated."""
         return sum(moved_by is not None for resumed in self._resumed.values() for moved_by, _ in resumed)
 
     def note_message(self, subject: str, payload: bytes) -> None:
@@ -92,21 +92,21 @@ class MoveTap:
             givers = self._given.get((request_id, attempt - 1), {})
             for moved_by, _ in resumed:
                 if moved_by is not None and moved_by not in givers:
-                    yield f"attempt {attempt} of {request_id} goes on for {moved_by}, which has given nothing away"
+                    yield f"attempt {attempt} of {request_id} goes on for {moved_by}, which has migrated nothing"
         for (request_id, attempt), givers in self._given.items():
             if request_id not in self._ended:
                 continue  # its gateway has died; where none has, `RequestEventTap` says so
             last, ended_s = self._ended[request_id]
             resumed = self._resumed.get((request_id, attempt + 1), [])
             if not resumed and last > attempt + 1:  # one that is over before it is placed never began
-                yield f"attempt {attempt} of {request_id} was given away by {', '.join(givers)} and nothing came of it"
+                yield f"attempt {attempt} of {request_id} was migrated by {', '.join(givers)} and nothing came of it"
             if kinds - PROMPT:
                 continue  # what was said may have been lost, and was asked for in its time
             over_s = resumed[0][1] if resumed else ended_s
             for worker_id, given_s in givers.items():
                 waited_s = over_s - given_s
                 if waited_s > GOES_ON_WITHIN_S and not self._goes_without((request_id, attempt), worker_id):
-                    yield f"attempt {attempt} of {request_id}, given away by {worker_id}, waited {waited_s:.3f} s"
+                    yield f"attempt {attempt} of {request_id}, migrated by {worker_id}, waited {waited_s:.3f} s"
 
     def _note_failure(self, worker_id: WorkerId, tokens: RequestTokens) -> None:
         """A failure is said once; who asks for progress is told what was said last."""

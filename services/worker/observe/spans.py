@@ -67,10 +67,10 @@ class WorkerSpans:
         times, outcome, is_decode = attempt.times, attempt.outcome, attempt.part == "decode"
         now_ns, error = time.monotonic_ns(), "" if attempt.end is AttemptEnd.COMPLETE else outcome
         if (wait := attempt.wait) is not None:
-            end_ns = now_ns if wait.twin is not None else wait.ended_ms * 1_000_000
-            attributes = self._attributes(attempt.key, "") | {Key.TWIN: wait.request_id}
+            end_ns = now_ns if wait.duplicate is not None else wait.ended_ms * 1_000_000
+            attributes = self._attributes(attempt.key, "") | {Key.DUPLICATE: wait.request_id}
             self.telemetry.record(
-                SpanName.TWIN_WAIT, attempt.traceparent, (wait.began_ms * 1_000_000, end_ns), attributes
+                SpanName.DUPLICATE_WAIT, attempt.traceparent, (wait.began_ms * 1_000_000, end_ns), attributes
             )
         if not times.has_prefill and (not is_decode or times.computes_prompt):
             self._record_prefill(attempt, now_ns, outcome, error)

@@ -5,7 +5,7 @@ token. `test_contract.py` holds it and the real one to the same promises.
 As vLLM does it: chunks under a token budget, running requests first; blocks are known for reuse as soon as they are
 allocated, so that a request shares what another one of the same step computes; where blocks run out the request that
 came last begins again; `start_load_kv` runs before the forward only if there is something to load; nothing is reused or
-loaded for a request that wants its prompt's logarithms. Layers with windows have groups with block lists of their own,
+loaded for a request that wants its prompt's logprobs. Layers with windows have groups with block lists of their own,
 from one pool, two where there are layers enough; blocks that no window sees are given back before the next step, and
 nothing is cached (`loading.py` says so to vLLM).
 """

@@ -1,4 +1,4 @@
-"""Logarithms of a prompt's and an answer's tokens through `VllmSteps`: of vLLM they are transformers' own in float32,
+"""Logprobs of a prompt's and an answer's tokens through `VllmSteps`: of vLLM they are transformers' own in float32,
 of what stands in for it what it says of right KV; whatever is cached, cut into chunks, handed over or put aside."""
 
 from collections.abc import Sequence as Seq
@@ -30,7 +30,7 @@ def wanted(max_tokens: int = 24, **sampling: float) -> SamplingParams:
 
 
 def largest_difference(found: Seq[TokenLogprob], expected: Seq[TokenLogprob]) -> float:
-    """Return how far logarithms are from those of a reference. Which tokens are among the likeliest may differ between
+    """Return how far logprobs are from those of a reference. Which tokens are among the likeliest may differ between
     equal ones."""
     assert len(found) == len(expected)
     worst = 0.0
@@ -47,7 +47,7 @@ def of_answer(world: World, sequence: Sequence) -> list[TokenLogprob]:
 
 
 def check(world: World, sequence: Sequence, had: int = 0) -> None:
-    """See that a sequence's logarithms are right, of its prompt where they were wanted and of its answer's tokens from
+    """See that a sequence's logprobs are right, of its prompt where they were wanted and of its answer's tokens from
     the one with index `had` on."""
     limit = 0.0 if isinstance(world.engine, FakeVllm) else TOLERANCE
     expected, num_prompt = world.logprobs(sequence.token_ids, NUM_TOP), sequence.num_prompt_tokens
@@ -62,7 +62,7 @@ def check(world: World, sequence: Sequence, had: int = 0) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_whatever_is_cached(world: World, sampling: dict[str, float]) -> None:
-    """A prompt of several chunks, of one token, of two; and again, when vLLM has it itself: its logarithms need all of
+    """A prompt of several chunks, of one token, of two; and again, when vLLM has it itself: its logprobs need all of
     it."""
     for length in (world.size * 7 + 3, 1, 2):
         prompt = prompt_of(length, 50)
@@ -114,7 +114,7 @@ def test_who_wants_none_gets_none(world: World) -> None:
 
 def test_a_prompt_that_is_put_aside_half_way(world: World) -> None:
     """There is room for both prompts, and no more: the first one's answer takes what the second one's end needs. The
-    second one begins again with its first token, though the arena has a part of it: else logarithms would be missing.
+    second one begins again with its first token, though the arena has a part of it: else logprobs would be missing.
     """
     num_blocks = world.num_engine_blocks - 1  # vLLM keeps one for itself
     first_blocks = num_blocks // 2

@@ -157,7 +157,7 @@ def test_shaped_choices_survive_everything(real_world: World, running_mesh: Runn
     )
 
 
-def test_echoed_prompts_have_transformers_logarithms(running_mesh: RunningMesh, tmp_path: Path) -> None:
+def test_echoed_prompts_have_transformers_logprobs(running_mesh: RunningMesh, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     echoes_split_and_cached(running_mesh, tmp_path, OPTIONS, TOLERANCE)
 

@@ -17,7 +17,7 @@ from nats.aio.client import Client, RawCredentials
 from schemas import subjects
 from schemas.directory import BlocksStored
 from schemas.handoff import KVOffered
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
+from schemas.kv import EvictionCandidates, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message, UndecodableMessageError, decode, encode
 from schemas.permissions import ALL, GUESTS, Direction, granted, replies_to
 from schemas.request import PlaceRequest, RunAttempt
@@ -94,7 +94,7 @@ async def lie_under_own_name(target: Target, num_messages: int) -> Found:
     """Say what holders say of hand-overs, tokens, leases and blocks, changed so that it comes from a holder that nobody
     knows: the ids in the subject alone, and in the message too. Who listens must neither believe nor ask it."""
     found, asked = Found(), list[str]()
-    own = {s: grant.own for s in SUBJECTS for grant in s.said_by if grant.role is Role.HOLDER and grant.own}
+    own = {s: grant.own for s in SUBJECTS for grant in s.published_by if grant.role is Role.HOLDER and grant.own}
     async with target.joined(Role.HOLDER) as member:
         for subject in SUBJECTS:
             for pattern in granted(subject, Role.HOLDER, Direction.SUBSCRIBE, EVIL):
@@ -126,13 +126,13 @@ async def blocks_of_nobody(target: Target, num_tries: int) -> Found:
         async for concrete, payload in heard:
             match _message_of(concrete, payload):
                 case PlaceRequest(block_hashes=hashes, tenant=tenant) as place if hashes:
-                    cooling = BlocksCooling(**own, block_hashes=hashes, tenant=tenant)
+                    candidates = EvictionCandidates(**own, block_hashes=hashes, tenant=tenant)
                     stored = BlocksStored(**own, sequence=found.num_tries + 1, block_hashes=hashes)
                     copy = ReplicateBlocks(
                         request_id=place.request_id, attempt=1, deadline_ms=place.deadline_ms, source=EVIL,
                         fingerprint="x", first_block=0, block_hashes=hashes, tenant=tenant,
                     )  # fmt: skip
-                    await member.client.publish(subjects.COOLING.of(EVIL), encode(cooling))
+                    await member.client.publish(subjects.EVICTION_CANDIDATES.of(EVIL), encode(candidates))
                     await member.client.publish(subjects.STORED.of(EVIL), encode(stored))
                     for name in target.names():
                         await member.client.publish(subjects.REPLICATE.of(name, EVIL), encode(copy))
@@ -160,7 +160,7 @@ async def foreign_leases(target: Target, num_tries: int) -> Found:
                 case PlaceRequest() as place:
                     places[place.request_id] = place
                 case RunAttempt() as run:
-                    proofs[run.request_id] = run.proof
+                    proofs[run.request_id] = run.signature
                 case KVOffered() as offered if (place := places.get(offered.request_id)) and place.block_hashes:
                     others = [proof for request_id, proof in proofs.items() if request_id != place.request_id]
                     mallorys = signer.sign(place.request_id, "mallory", place.deadline_ms)
@@ -171,7 +171,7 @@ async def foreign_leases(target: Target, num_tries: int) -> Found:
                         asked = RequestLease(
                             request_id=place.request_id, attempt=1, deadline_ms=place.deadline_ms, reader=EVIL,
                             fingerprint=offered.fingerprint, first_block=0, block_hashes=place.block_hashes,
-                            tenant=tenant, proof=proof, is_copy=is_copy,
+                            tenant=tenant, signature=proof, is_copy=is_copy,
                         )  # fmt: skip
                         answer = await _ask_lease(member, offered.source_worker, asked)
                         found.num_tries += 1

@@ -16,7 +16,9 @@ FINDINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "a lying holder was believed": ("worker/test_peers.py", "worker/test_copies.py", "plane/test_bad_references.py"),
     "a paused broker killed the fleet": ("mesh/faults/test_broker_pause.py", "scheduler/test_scheduler_liveness.py"),
-    "bodies took the gateway's memory, and came before the key": ("gateway/test_strangers.py", "cli/test_host.py"),
+    "bodies took the gateway's memory, and came before the key": (
+        "gateway/test_unauthenticated.py", "cli/test_host.py",
+    ),
     "files for everybody, special tokens, tickets of another life": (
         "cli/test_files.py", "gateway/test_special_tokens.py", "plane/test_ticket.py", "mesh/test_rotation.py",
     ),
@@ -29,7 +31,7 @@ FINDINGS: Mapping[str, tuple[str, ...]] = {
         "mesh/test_grammars.py",
     ),
     "a revoked identity stayed; anybody answered `$SRV`": ("wire/test_members.py", "wire/test_permissions.py"),
-    "malformed frames": ("plane/test_strangers.py",),
+    "malformed frames": ("plane/test_unauthenticated.py",),
 }  # fmt: skip
 """Files or folders below tests/."""
 

@@ -28,7 +28,9 @@ WIDTH = 2
 EVIL = "evil"
 """What an attacker is called who has an identity: of a role, but of no service that runs."""
 
-UNOBSERVED = [subject for subject in SUBJECTS if all(permit.role is not Role.OBSERVER for permit in subject.heard_by)]
+UNOBSERVED = [
+    subject for subject in SUBJECTS if all(permit.role is not Role.OBSERVER for permit in subject.received_by)
+]
 """An attacker has heard all that was ever said."""
 STORING = changed(OPTIONS, {"store": "disk"})
 

@@ -135,7 +135,7 @@ async def documents(sizes: Sizes, begin: Begin) -> list[Row]:
         wanted = sizes.document_kills
         report = await Killing(mesh, wanted, advance, aimed=True, num_cut_documents=wanted).run()
     around = f"{report.num_kills} kills, {report.num_cut} of a worker with requests; {report.num_documents} documents, "
-    around += f"{report.num_tokens} tokens, {report.num_cut_documents} cut in the middle; logarithms of the same "
+    around += f"{report.num_tokens} tokens, {report.num_cut_documents} cut in the middle; logprobs of the same "
     around += f"document differ by at most {report.logprob_difference:.1e}"
     return [
         *rows,

@@ -302,7 +302,7 @@ async def fault_mesh(
     try:
         await supervisor.start_all()
         supervisor.never_give_up()
-        mesh = FaultMesh(supervisor, truth, random.Random(seed), as_operator, num_spares=options.spare_engines)
+        mesh = FaultMesh(supervisor, truth, random.Random(seed), as_operator, num_spares=options.config.engine.spares)
         await mesh.open()
         yield mesh
     finally:

@@ -38,7 +38,7 @@ class KillReport:
     """Those that another worker went on with in the middle."""
     invalid: list[str] = field(default_factory=list[str])
     logprob_difference: float = 0.0
-    """The largest one of a document's logarithms to those of the first answer to the same request."""
+    """The largest one of a document's logprobs to those of the first answer to the same request."""
 
     @property
     def complaints(self) -> list[str]:
@@ -109,12 +109,12 @@ class Killing:
     def _judge_logprobs(self, stream: Stream, who: str) -> None:
         first = self._logprobs.setdefault(stream.number, stream.logprobs)
         if not len(first) == len(stream.logprobs) == len(stream.tokens):
-            self.report.wrong.append(f"{who}: {len(stream.logprobs)} logarithms of {len(stream.tokens)} tokens")
+            self.report.wrong.append(f"{who}: {len(stream.logprobs)} logprobs of {len(stream.tokens)} tokens")
             return
         difference = max(abs(one - other) for one, other in zip(stream.logprobs, first, strict=True))
         self.report.logprob_difference = max(self.report.logprob_difference, difference)
         if difference > LOGPROB_TOLERANCE:
-            self.report.wrong.append(f"{who}: a logarithm differs by {difference:.1e}")
+            self.report.wrong.append(f"{who}: a logprob differs by {difference:.1e}")
 
     async def _kill(self, role: str) -> None:
         """Kill one of a role as soon as all of it are there again, three decode workers to one prefill worker.

@@ -39,7 +39,7 @@ Alone = Callable[[Case, int], list[int]]
 
 class Truth:
     """Cases with their answers, computed once: by our own engine, unless `alone` is given. `num_near_ties` counts
-    answers that differ where they may. `documents`: each answer is one, with penalties and logarithms beside."""
+    answers that differ where they may. `documents`: each answer is one, with penalties and logprobs beside."""
 
     def __init__(
         self,

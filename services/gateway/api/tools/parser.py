@@ -25,7 +25,7 @@ _ENVELOPE = ("name", "arguments", "parameters", "id", "type")
 
 
 class NoCallError(Exception):
-    """What looked like a call is none."""
+    """What looked like a call is not one."""
 
 
 class ToolParser(ABC):

@@ -15,8 +15,8 @@ from pathlib import Path
 from services.bus.embedded import find_server
 from tests.compose.docker import LONG_S, ROOT, DockerError, docker, show
 
-OVERRIDE = Path(__file__).with_name("standins.yaml")
-DEBIAN = "kvmesh-standin/debian"
+OVERRIDE = Path(__file__).with_name("fakes.yaml")
+DEBIAN = "kvmesh-fake/debian"
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates,busybox,redis-server"
 FOLDER = ROOT / ".kvmesh" / "compose-test"
@@ -40,21 +40,21 @@ TARGETS = ("python", "nats", "valkey")
 
 
 def why_not() -> str:
-    """Return why stand-ins cannot be made here; empty: they can."""
+    """Return why fakes cannot be made here; empty: they can."""
     if f"{sys.version_info.major}.{sys.version_info.minor}" != "3.11":
-        return f"stand-ins need Python 3.11, which is that of Debian {SUITE}"
+        return f"fakes need Python 3.11, which is that of Debian {SUITE}"
     if not _torch_is_small():
-        return "stand-ins need an environment whose torch is built without CUDA"
+        return "fakes need an environment whose torch is built without CUDA"
     try:
         docker("image", "inspect", DEBIAN)
     except DockerError:
         if shutil.which("debootstrap") is None or os.geteuid() != 0:
-            return "no image registry can be reached, and stand-ins need debootstrap and root"
+            return "no image registry can be reached, and fakes need debootstrap and root"
     return ""
 
 
 def make() -> None:
-    """Build `kvmesh-standin/{python,nats,valkey}`. Raises DockerError."""
+    """Build `kvmesh-fake/{python,nats,valkey}`. Raises DockerError."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     _fetch_wheels(FOLDER / "wheels")
     shutil.copy(find_server(), FOLDER / "nats-server")
@@ -64,7 +64,7 @@ def make() -> None:
     except DockerError:
         _import_debian(FOLDER / "debian")
     for target in TARGETS:
-        show("docker", "build", "--quiet", "--target", target, "--tag", f"kvmesh-standin/{target}", str(FOLDER))
+        show("docker", "build", "--quiet", "--target", target, "--tag", f"kvmesh-fake/{target}", str(FOLDER))
 
 
 def _torch_is_small() -> bool:
@@ -88,7 +88,7 @@ def _fetch_wheels(folder: Path) -> None:
 
 
 def _import_debian(root: Path) -> None:
-    """Make the image that all stand-ins begin with."""
+    """Make the image that all fakes begin with."""
     shutil.rmtree(root, ignore_errors=True)
     show("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root))
     with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:

@@ -1,7 +1,7 @@
 """What it costs, and brings, that the engine is a process of its own: each figure with the engine on a thread of its
 worker, and in a process, in turn.
 
-    python -m tests.bench.bench_border [--engine vllm] [--only border,loop,gaps] [--rounds 3] [--json]
+    python -m tests.bench.bench_ipc [--engine vllm] [--only border,loop,gaps] [--rounds 3] [--json]
 
     border  from a sequence's submission until its step begins, and from a step's end until the worker's callback runs
     loop    how late an event loop's timers are beside an engine that decodes 8 sequences all the time

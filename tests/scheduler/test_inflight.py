@@ -9,11 +9,11 @@ from schemas.block import hash_blocks, join_hashes
 from schemas.ids import WorkerId
 from schemas.request import Placement, PlaceRequest
 from services.config import SchedulerConfig
-from services.scheduler.limits import MAKING_MS, MAKING_SHARE, MAKING_SLACK_MS, MARK_BLOCKS
-from services.scheduler.placement import making as making_module
+from services.scheduler.limits import IN_FLIGHT_MS, IN_FLIGHT_SHARE, IN_FLIGHT_SLACK_MS, MARK_BLOCKS
+from services.scheduler.placement import inflight as inflight_module
 from services.scheduler.placement.cost import Cost
 from services.scheduler.placement.fleet_view import FleetView
-from services.scheduler.placement.making import Maker, Making
+from services.scheduler.placement.inflight import InFlightPrompt, InFlightPrompts
 from services.scheduler.placement.place import Case, Placer
 from services.scheduler.placement.policy import POLICIES
 from tests.scheduler.test_cost import ask, worker
@@ -26,13 +26,13 @@ def hashes(tokens: list[int]) -> bytes:
     return join_hashes(hash_blocks(tokens, 4, model_fingerprint="f"))
 
 
-def maker(worker_id: WorkerId = P0, num_blocks: int = 0, ready_ms: float = 50.0) -> Maker:
-    return Maker(worker_id, "i", num_blocks, ready_ms)
+def maker(worker_id: WorkerId = P0, num_blocks: int = 0, ready_ms: float = 50.0) -> InFlightPrompt:
+    return InFlightPrompt(worker_id, "i", num_blocks, ready_ms)
 
 
 @given(common=st.integers(0, 60), own=st.integers(0, 60), theirs=st.integers(0, 60))
 def test_it_is_never_said_to_make_more_than_is_common(common: int, own: int, theirs: int) -> None:
-    making, stem = Making(), list(range(4 * common))
+    making, stem = InFlightPrompts(), list(range(4 * common))
     first = hashes([*stem, *[1_000] * 4 * theirs])
     making.placed(first, maker(), ALIVE, 0)
     found = making.find(hashes([*stem, *[2_000] * 4 * own]), ALIVE, 1)
@@ -45,14 +45,14 @@ def test_it_is_never_said_to_make_more_than_is_common(common: int, own: int, the
 
 
 def test_who_began_stays_the_maker_until_it_is_gone_has_failed_or_is_old() -> None:
-    making, prompt = Making(), hashes(list(range(80)))
+    making, prompt = InFlightPrompts(), hashes(list(range(80)))
     making.placed(prompt, maker(P0, ready_ms=10), ALIVE, 0)
     making.placed(prompt, maker(P1, ready_ms=20), ALIVE, 1)
-    assert making.find(prompt, ALIVE, 2) == Maker(P0, "i", 20, 10)
+    assert making.find(prompt, ALIVE, 2) == InFlightPrompt(P0, "i", 20, 10)
     assert making.find(prompt, {(P0, "another life")}, 2) is None
-    assert making.find(prompt, ALIVE, MAKING_MS) is None
+    assert making.find(prompt, ALIVE, IN_FLIGHT_MS) is None
     making.placed(prompt, maker(P1), {(P1, "i")}, 3)
-    assert making.find(prompt, ALIVE, 4) == Maker(P1, "i", 20, 50)
+    assert making.find(prompt, ALIVE, 4) == InFlightPrompt(P1, "i", 20, 50)
     making.failed(prompt, (P0,))
     assert making.find(prompt, ALIVE, 4) is not None
     making.failed(prompt, (P1,))
@@ -60,8 +60,8 @@ def test_who_began_stays_the_maker_until_it_is_gone_has_failed_or_is_old() -> No
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    making = Making()
-    monkeypatch.setattr(making_module, "MAX_MARKS", 40)
+    making = InFlightPrompts()
+    monkeypatch.setattr(inflight_module, "MAX_MARKS", 40)
     for number in range(6):
         making.placed(hashes([number] * 4 * 64), maker(), ALIVE, 0)
     assert len(making._marks) <= 40  # pyright: ignore[reportPrivateUsage]
@@ -82,13 +82,13 @@ def hash_all(tokens: int) -> bytes:
 class Bench:
     """A placer with two prefill workers and a decode worker."""
 
-    def __init__(self, *, twins: bool = True, policy: str = "cost", waiting: int = 0) -> None:
+    def __init__(self, *, wait_for_duplicates: bool = True, policy: str = "cost", waiting: int = 0) -> None:
         self.fleet = FleetView()
         for name in ("p0", "p1", "d0"):
             load = worker(name)
             self.fleet.add_worker(load.worker)
             self.fleet.note_load(load, 0)
-        settings = SchedulerConfig(policy=policy, twins=twins)
+        settings = SchedulerConfig(policy=policy, wait_for_duplicates=wait_for_duplicates)
         self.placer = Placer(settings, POLICIES.get(policy) or Cost())
 
     def place(self, request: PlaceRequest, now_ms: int = 0, suspects: tuple[str, ...] = ()) -> Placement:
@@ -155,14 +155,14 @@ def test_a_restarted_worker_makes_nothing() -> None:
 
 
 def test_it_can_be_left_out_and_simple_policies_look_at_no_blocks() -> None:
-    for bench in (Bench(twins=False), Bench(policy="round_robin")):
+    for bench in (Bench(wait_for_duplicates=False), Bench(policy="round_robin")):
         placed = [bench.place(prompt(4_000), now_ms) for now_ms in range(4)]
         assert {p.prefill_worker for p in placed} == {"p0", "p1"} and not any(p.sources for p in placed)
 
 
 def test_who_should_have_computed_it_long_ago_is_left_to_the_directory() -> None:
-    making, prompt = Making(), hashes([1] * MARK_BLOCKS)
+    making, prompt = InFlightPrompts(), hashes([1] * MARK_BLOCKS)
     making.placed(prompt, maker(P0, ready_ms=500), ALIVE, 0)
-    end_ms = MAKING_SHARE * 500 + MAKING_SLACK_MS
+    end_ms = IN_FLIGHT_SHARE * 500 + IN_FLIGHT_SLACK_MS
     assert making.find(prompt, ALIVE, end_ms - 1) is not None
     assert making.find(prompt, ALIVE, end_ms) is None

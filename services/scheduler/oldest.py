@@ -3,34 +3,34 @@
 import secrets
 import time
 
-from schemas.worker import AskTime, TimeTold
+from schemas.worker import AskTime, TimeAnswered
 from services.bus.typed import Received
-from services.clocks import FORGOTTEN_NS, is_elder
+from services.clocks import FORGOTTEN_NS, is_older
 from services.telemetry import MeshClock
 
 
-class ElderClock:
+class OldestClock:
     """What schedulers agree on, so that all of the mesh has one clock whoever of them it asks."""
 
     def __init__(self, clock: MeshClock) -> None:
         self.clock = clock
         self._token = secrets.token_hex(8)
         self._began_ns = time.monotonic_ns()
-        self._elder_ns: int | None = None
-        """When an elder was last heard."""
+        self._older_ns: int | None = None
+        """When an older scheduler was last heard."""
 
-    async def answer_time(self, _: Received[AskTime]) -> TimeTold:
+    async def answer_time(self, _: Received[AskTime]) -> TimeAnswered:
         """Answer a service, or another scheduler."""
         now_ns = time.monotonic_ns()
-        if self._elder_ns is None or now_ns - self._elder_ns > FORGOTTEN_NS:
+        if self._older_ns is None or now_ns - self._older_ns > FORGOTTEN_NS:
             self.clock.follow_machine()
-        return TimeTold(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self._token)
+        return TimeAnswered(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self._token)
 
-    def follows(self, told: TimeTold) -> bool:
+    def follows(self, told: TimeAnswered) -> bool:
         """Say whether this scheduler goes by the one that has told the time; both decide alike."""
-        follows = is_elder(told, self._age_ms(), self._token)
+        follows = is_older(told, self._age_ms(), self._token)
         if follows:
-            self._elder_ns = time.monotonic_ns()
+            self._older_ns = time.monotonic_ns()
         return follows
 
     def _age_ms(self) -> int:

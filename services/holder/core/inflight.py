@@ -1,8 +1,9 @@
-"""Prompts that begin alike, at one time on one worker: what one attempt fills, no other fills as well. Pure.
+"""Finds the in-flight duplicate of a prompt: another attempt of this worker that fills the blocks which the prompt
+begins with. Pure.
 
-An attempt in the queue waits for the other one, its twin, and holds nothing meanwhile. A twin has its blocks, so nobody
-waits for one who waits. It is over when the blocks are there; when the twin ends without them, or they will not be
-kept; or when the wait has taken its time. Whoever waited then looks again: for another twin, else it goes on itself.
+The later attempt waits in the queue and holds nothing meanwhile. The one that it waits for has its blocks already, so
+nobody waits for an attempt that waits. The wait ends when the blocks are there, when the duplicate ends without them,
+when they will not be kept, or at its deadline. Then the attempt looks for another duplicate, and else computes.
 
 Not for layers with windows: what lies in their blocks is known at the end of a sequence only.
 """
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import block_ids
 from schemas.observe import RunStage
-from services.holder.core.attempt import Attempt, Twin
+from services.holder.core.attempt import Attempt, InFlightDuplicate
 from services.holder.core.content import AttemptKey
-from services.holder.limits import TWIN_READ_SHARE
+from services.holder.limits import DUPLICATE_READ_SHARE
 
 _READING = (RunStage.RESERVED, RunStage.FETCHING, RunStage.RECEIVING)
 """Its blocks come, and all of them at once, when the read has ended."""
@@ -27,14 +28,14 @@ def _is_filling(attempt: Attempt) -> bool:
 
 
 @dataclass
-class Twins:
-    """The twins among one worker's attempts. `waits` False: nobody waits."""
+class InFlightDuplicates:
+    """Finds duplicates among one worker's attempts. `waits` False: nobody waits."""
 
     cache: BlockCache
     attempts: Mapping[AttemptKey, Attempt]
     waits: bool = True
 
-    def find(self, attempt: Attempt) -> Twin | None:
+    def find(self, attempt: Attempt) -> InFlightDuplicate | None:
         """Return who fills the next block of this prompt that is not here, and most of those after it; None: nobody.
         The prompt's last token is always computed."""
         hashes, size = attempt.hasher.hashes, self.cache.layout.block_size
@@ -43,7 +44,7 @@ class Twins:
         if not others:
             return None
         first = self.cache.num_cached_blocks(hashes[:last], attempt.request.tenant)
-        found: Twin | None = None
+        found: InFlightDuplicate | None = None
         for other in others:
             theirs = other.hasher.hashes
             most = min(last, len(theirs))
@@ -51,11 +52,11 @@ class Twins:
             if not other.num_stored_blocks <= first < most or theirs[first] != hashes[first]:
                 continue
             end = next((at for at in range(first + 1, most) if theirs[at] != hashes[at]), most)
-            if other.stage in _READING and (end - first) * TWIN_READ_SHARE < len(theirs) - first:
+            if other.stage in _READING and (end - first) * DUPLICATE_READ_SHARE < len(theirs) - first:
                 continue  # most of what it waits for is not wanted here
-            twin = Twin(other, end, block_ids(other.tables[0].segments)[end - 1])
-            if self.fills(twin) and (found is None or found.end_block < end):
-                found = twin
+            duplicate = InFlightDuplicate(other, end, block_ids(other.tables[0].segments)[end - 1])
+            if self.fills(duplicate) and (found is None or found.end_block < end):
+                found = duplicate
         return found
 
     def _filling(self, attempt: Attempt) -> list[Attempt]:
@@ -69,11 +70,11 @@ class Twins:
             and other.hasher.hashes[0] == first
         ]
 
-    def fills(self, twin: Twin) -> bool:
-        """Say whether a twin's blocks are still to come."""
-        other = twin.attempt
+    def fills(self, duplicate: InFlightDuplicate) -> bool:
+        """Say whether a duplicate's blocks are still to come."""
+        other = duplicate.attempt
         return (
-            other.num_stored_blocks < twin.end_block
+            other.num_stored_blocks < duplicate.end_block
             and _is_filling(other)
-            and not self.cache.kept.is_barred(twin.last_block)
+            and not self.cache.kept.is_barred(duplicate.last_block)
         )

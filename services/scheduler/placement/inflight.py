@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.ids import WorkerId
-from services.scheduler.limits import MAKING_MS, MAKING_SHARE, MAKING_SLACK_MS, MARK_BLOCKS, MAX_MARKS
+from services.scheduler.limits import IN_FLIGHT_MS, IN_FLIGHT_SHARE, IN_FLIGHT_SLACK_MS, MARK_BLOCKS, MAX_MARKS
 
 
-class Maker(NamedTuple):
+class InFlightPrompt(NamedTuple):
     """This incarnation of a worker is computing a prompt's first `num_blocks` blocks, which are predicted to be there
     at `ready_ms`."""
 
@@ -25,18 +25,18 @@ class Maker(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    maker: Maker
+    maker: InFlightPrompt
     until_ms: int
 
 
-class Making:
+class InFlightPrompts:
     """What was placed so shortly ago that it is still being computed."""
 
     def __init__(self) -> None:
         self._marks: dict[bytes, _Mark] = {}
         """By the hash of a block, which names all before it as well; the oldest in front."""
 
-    def find(self, hashes: bytes, alive: Container[tuple[WorkerId, str]], now_ms: int) -> Maker | None:
+    def find(self, hashes: bytes, alive: Container[tuple[WorkerId, str]], now_ms: int) -> InFlightPrompt | None:
         """Return who makes most of this prompt's first blocks, of those alive (worker and incarnation)."""
         for num_blocks in _places(len(hashes) // BLOCK_HASH_BYTES):
             mark = self._marks.get(_hash_at(hashes, num_blocks))
@@ -44,10 +44,10 @@ class Making:
                 return mark.maker._replace(num_blocks=num_blocks)
         return None
 
-    def placed(self, hashes: bytes, maker: Maker, alive: Container[tuple[WorkerId, str]], now_ms: int) -> None:
+    def placed(self, hashes: bytes, maker: InFlightPrompt, alive: Container[tuple[WorkerId, str]], now_ms: int) -> None:
         """Note that a worker is to compute these blocks; what another one computes already stays its own."""
         predicted_ms = maker.ready_ms - now_ms
-        until_ms = now_ms + min(MAKING_MS, round(MAKING_SHARE * predicted_ms) + MAKING_SLACK_MS)
+        until_ms = now_ms + min(IN_FLIGHT_MS, round(IN_FLIGHT_SHARE * predicted_ms) + IN_FLIGHT_SLACK_MS)
         for num_blocks in _places(len(hashes) // BLOCK_HASH_BYTES):
             key = _hash_at(hashes, num_blocks)
             if (mark := self._marks.get(key)) is not None and self._holds(mark, alive, now_ms):

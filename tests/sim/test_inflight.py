@@ -82,15 +82,15 @@ def test_a_burst_is_computed_once_and_sent_once_to_each_decode_worker(num_choice
     assert read(spans) <= token_bytes * (holders * len(PROMPT) + 2 * num_answers * (BLOCK_SIZE + own))
     if num_choices > 1:  # more than one prefill worker had a part in it
         assert any(s.service.startswith("prefill") for s in _reads(spans))
-    waits = [s for s in spans if s.name == SpanName.TWIN_WAIT]
-    assert waits and all(s.attributes[Key.TWIN] for s in waits)
+    waits = [s for s in spans if s.name == SpanName.DUPLICATE_WAIT]
+    assert waits and all(s.attributes[Key.DUPLICATE] for s in waits)
 
 
 def test_without_waiting_it_is_computed_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the tests above say nothing."""
-    from services.holder.core.twins import Twins
+    from services.holder.core.inflight import InFlightDuplicates
 
-    monkeypatch.setattr(Twins, "find", lambda self, attempt: None)
+    monkeypatch.setattr(InFlightDuplicates, "find", lambda self, attempt: None)
     _, spans = burst()
     assert computed(spans) > 2 * len(PROMPT)
 

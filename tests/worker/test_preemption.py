@@ -72,7 +72,7 @@ def test_the_youngest_answer_moves_and_its_blocks_go_to_who_waits_once_they_are_
     stored(bench, 2, 1)
     actions = bench.checked(case.hear(bench.decode, SequenceRemoved(key(2)), 60))
     assert said(actions) == RequestFailure(
-        code=AttemptFailure.MADE_ROOM, detail="it makes room for r9", retryable=True, held_blocks=1
+        code=AttemptFailure.PREEMPTED, detail="it makes room for r9", retryable=True, held_blocks=1
     )
     assert published(actions) == [], "its KV is not given up before it is read"
     assert key(2) not in bench.decode.wanted_by()

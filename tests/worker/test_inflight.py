@@ -17,13 +17,13 @@ from schemas.worker import LeftReason, WorkerLeft
 from services.holder.core.attempt import Attempt
 from services.holder.core.content import ReadOutcome
 from services.holder.core.events import DrainBegun, Event, Fenced, ReadEnded
-from services.holder.limits import TWIN_WAIT_SHARE
+from services.holder.limits import DUPLICATE_WAIT_SHARE
 from services.times import Times
 from tests.share import examples
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import WorkerWorld
 
-TWIN_LANDS_WITHIN_MS = Times().decode.twin_lands_within_ms
+DUPLICATE_LANDS_WITHIN_MS = Times().decode.duplicate_lands_within_ms
 
 PROMPT = 18
 """Tokens: four blocks of four and two more."""
@@ -95,12 +95,12 @@ class Worker(WorkerWorld):
 def test_each_block_is_computed_once_and_each_computes_its_own_rest() -> None:
     worker = Worker()
     worker.ask(*range(1, 6))
-    assert worker.stages(*range(1, 6)) == ["computing", *["waiting_for_twin"] * 4]
+    assert worker.stages(*range(1, 6)) == ["computing", *["waiting_for_duplicate"] * 4]
     assert [worker.attempt(n).held(5).waiting_for for n in (1, 2, 5)] == ["", "r1", "r1"]
     assert [worker.attempt(n).num_awaited_tokens for n in (2, 5)] == [2, 2]
     assert worker.core.num_queued == 0, "they wait for no room"
     while worker.attempt(1).num_stored_blocks < 4:
-        assert worker.stages(2) == ["waiting_for_twin"]
+        assert worker.stages(2) == ["waiting_for_duplicate"]
         worker.step(0)
     assert worker.stages(*range(1, 6)) == ["computing"] * 5
     assert [worker.present(n) for n in range(1, 6)] == [0, *[16] * 4]
@@ -130,12 +130,12 @@ def test_who_has_nothing_in_common_does_not_wait() -> None:
     assert worker.stages(1, 2, 3) == ["computing"] * 3
 
 
-def test_another_tenants_prompt_is_nobodys_twin() -> None:
+def test_another_tenants_prompt_is_nobodys_duplicate() -> None:
     worker = Worker()
     worker.ask(1, tenant="a")
     worker.ask(2, tenant="b")
     worker.ask(3, tenant="a")
-    assert worker.stages(1, 2, 3) == ["computing", "computing", "waiting_for_twin"]
+    assert worker.stages(1, 2, 3) == ["computing", "computing", "waiting_for_duplicate"]
 
 
 def test_what_is_cached_is_not_waited_for() -> None:
@@ -160,7 +160,7 @@ def test_the_next_one_goes_on_where_the_computing_one_ends(how: str) -> None:
         worker.run_all()
         assert worker.is_at_rest
         return
-    assert worker.stages(2, 3) == ["computing", "waiting_for_twin"]
+    assert worker.stages(2, 3) == ["computing", "waiting_for_duplicate"]
     assert worker.attempt(3).held(0).waiting_for == "r2"
     worker.run_all()
     assert worker.is_at_rest
@@ -174,13 +174,13 @@ def test_what_a_dead_one_has_left_is_shared() -> None:
     worker.execute(case.decide(worker.core, case.asked(same), 0))
     worker.step(0)
     num_tokens = worker.attempt(1).num_stored_blocks * 4
-    assert 0 < num_tokens < 88 and worker.stages(2) == ["waiting_for_twin"]
+    assert 0 < num_tokens < 88 and worker.stages(2) == ["waiting_for_duplicate"]
     worker.hear(case.cancel(1))
     worker.step(0)
     assert worker.stages(2) == ["computing"] and worker.present(2) >= num_tokens
 
 
-def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole_and_at_once() -> None:
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_at_once() -> None:
     worker = Worker()
     worker.ask(1)
     run = case.with_sampling(case.run_prefill(2, num_tokens=PROMPT, split=False), prompt_logprobs=1)
@@ -209,21 +209,21 @@ def test_who_waits_holds_nothing_and_who_has_nothing_in_common_goes_first() -> N
     worker.ask(1, 2, 3)
     assert worker.cache.num_free == 12 - 5
     worker.ask(4, first=40)
-    assert worker.stages(1, 2, 3, 4) == ["computing", "waiting_for_twin", "waiting_for_twin", "computing"]
+    assert worker.stages(1, 2, 3, 4) == ["computing", "waiting_for_duplicate", "waiting_for_duplicate", "computing"]
 
 
 def test_a_wait_takes_a_half_of_what_is_left_at_most() -> None:
     worker = Worker()
     worker.ask(1)
     worker.ask(2, now_ms=10, deadline_ms=4_010)
-    until_ms = 10 + 4_000 // TWIN_WAIT_SHARE
+    until_ms = 10 + 4_000 // DUPLICATE_WAIT_SHARE
     worker.tick(until_ms - 1)
-    assert worker.stages(2) == ["waiting_for_twin"]
+    assert worker.stages(2) == ["waiting_for_duplicate"]
     worker.tick(until_ms)
     assert worker.stages(2) == ["computing"]
     wait = worker.attempt(2).wait
     assert wait is not None and (wait.began_ms, wait.ended_ms) == (10, until_ms)
-    assert wait.twin is None, "nothing is kept of who ends before it"
+    assert wait.duplicate is None, "nothing is kept of who ends before it"
 
 
 def test_layers_with_windows_wait_for_nobody() -> None:
@@ -241,7 +241,7 @@ def test_layers_with_windows_wait_for_nobody() -> None:
 def test_a_block_reaches_a_decode_worker_once() -> None:
     worker = Worker()
     worker.reserve(1, 2, 3)
-    assert worker.stages(1, 2, 3) == ["reserved", "waiting_for_twin", "waiting_for_twin"]
+    assert worker.stages(1, 2, 3) == ["reserved", "waiting_for_duplicate", "waiting_for_duplicate"]
     assert [type(m) for m in worker.said] == [BlocksReserved], "they have no room yet"
     worker.offer(1)
     worker.land(1)
@@ -262,7 +262,7 @@ def test_one_waits_where_the_landing_one_loses_its_source_and_goes_on() -> None:
     worker.hear(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.DIED))
     worker.land(1, num_tokens=8)
     worker.hear(case.aborted(2))
-    assert worker.stages(1, 2) == ["computing", "waiting_for_twin"]
+    assert worker.stages(1, 2) == ["computing", "waiting_for_duplicate"]
     worker.step(0)
     assert worker.stages(2) == ["computing"] and worker.present(2) == 16, "one computes, and both have it"
     worker.run_all()
@@ -278,10 +278,10 @@ def test_a_reservation_goes_on_by_itself_where_the_other_one_is_cancelled() -> N
 
 def test_a_reservation_does_not_wait_for_ever() -> None:
     worker = Worker()
-    worker.reserve(1, 2, deadline_ms=10 * TWIN_LANDS_WITHIN_MS)
-    worker.tick(TWIN_LANDS_WITHIN_MS - 1)
-    assert worker.stages(2) == ["waiting_for_twin"]
-    worker.tick(TWIN_LANDS_WITHIN_MS)
+    worker.reserve(1, 2, deadline_ms=10 * DUPLICATE_LANDS_WITHIN_MS)
+    worker.tick(DUPLICATE_LANDS_WITHIN_MS - 1)
+    assert worker.stages(2) == ["waiting_for_duplicate"]
+    worker.tick(DUPLICATE_LANDS_WITHIN_MS)
     assert worker.stages(2) == ["reserved"]
 
 
@@ -296,7 +296,7 @@ def test_who_is_served_alone_waits_for_what_lands_here() -> None:
     worker = Worker()
     worker.reserve(1)
     worker.ask(2)
-    assert worker.stages(2) == ["waiting_for_twin"]
+    assert worker.stages(2) == ["waiting_for_duplicate"]
     worker.offer(1)
     worker.land(1)
     worker.tick(1)
@@ -317,15 +317,15 @@ def assert_apart(worker: Worker) -> None:
         tenant = attempt.request.tenant
         for block in block_ids(attempt.tables[0].segments) if attempt.tables else ():
             assert of_block.setdefault(block, tenant) == tenant
-        if attempt.stage == "waiting_for_twin":
+        if attempt.stage == "waiting_for_duplicate":
             assert not attempt.tables and attempt.kv is None and attempt.wait is not None
-            twin = attempt.wait.twin
+            duplicate = attempt.wait.duplicate
             assert (
-                twin is not None
-                and twin.attempt.stage == "computing"
-                and twin.attempt.num_stored_blocks < twin.end_block
+                duplicate is not None
+                and duplicate.attempt.stage == "computing"
+                and duplicate.attempt.num_stored_blocks < duplicate.end_block
             )
-            assert twin.attempt.request.tenant == tenant
+            assert duplicate.attempt.request.tenant == tenant
         if attempt.stage == "computing":
             first, last = attempt.num_stored_blocks, (attempt.num_prompt_tokens - 1) // 4
             for block_hash in attempt.hasher.hashes[first:last]:

@@ -14,7 +14,7 @@ from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import KVLayout, block_ids, uniform_shape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.ends.read import Read
-from dataplane.memory.content_tags import TAG_BYTES, BlockContents, ExpectedContent
+from dataplane.memory.content_macs import TAG_BYTES, BlockContents, ExpectedContent
 from dataplane.protocol.wire import WireClosedError
 from schemas.ids import BlockHash
 from schemas.kv import LeaseGranted
