@@ -21,23 +21,23 @@ class CarrierImpossibleError(Exception):
         self.offered = offered
 
 
-class Choice(NamedTuple):
+class CarrierChoice(NamedTuple):
     """A carrier and why it was taken, for people."""
 
     carrier: str
     reason: str
 
 
-def choices(wanted: str, endpoint: Endpoint, arena: KVArena) -> list[Choice]:
+def choices(wanted: str, endpoint: Endpoint, arena: KVArena) -> list[CarrierChoice]:
     """Return the carriers that lead from this holder to the arena, best first: the one wanted, or under "auto" each.
 
     Raises CarrierImpossibleError when there is none.
     """
-    found: list[Choice] = []
+    found: list[CarrierChoice] = []
     for carrier in arena.carriers if wanted == AUTO else (wanted,):
         reason = arena.leads_from(carrier, endpoint) if carrier in endpoint.carriers else None
         if reason is not None:
-            found.append(Choice(carrier, reason if wanted == AUTO else f"{reason}; asked for"))
+            found.append(CarrierChoice(carrier, reason if wanted == AUTO else f"{reason}; asked for"))
     if not found:
         raise CarrierImpossibleError(wanted, endpoint.carriers)
     return found
@@ -58,7 +58,7 @@ class BrokenCarriers:
             while len(self._until) > limits.MAX_BROKEN:
                 del self._until[next(iter(self._until))]
 
-    def without(self, arena_nonce: str, found: Sequence[Choice]) -> list[Choice]:
+    def without(self, arena_nonce: str, found: Sequence[CarrierChoice]) -> list[CarrierChoice]:
         """Return the choices that are not broken; all, where none is left."""
         with self._lock:
             now = time.monotonic()

@@ -16,7 +16,7 @@ from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm
 from dataplane.carriers.carrier import CarrierBrokenError, KVArena, MemoryFailedError, ReaderEnd
-from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
+from dataplane.ends.choice import BrokenCarriers, CarrierChoice, CarrierImpossibleError, choices
 from dataplane.ends.connections import Cancellation, IdleConnections, connect_near, connect_tcp
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import ArenaMissingError
@@ -149,7 +149,7 @@ class PlaneReader:
                 self._broken.note_broken(endpoint.arena_nonce, choice.carrier)
         return self._run_over(found[-1], run, target)
 
-    def _run_over(self, choice: Choice, run: Read, target: SequenceRuns) -> Landed:
+    def _run_over(self, choice: CarrierChoice, run: Read, target: SequenceRuns) -> Landed:
         """Read over this carrier, on a connection that is there or a new one. Raises CarrierBrokenError."""
         carrier, run.stats.reason = choice
         endpoint = run.request.endpoint
@@ -198,7 +198,7 @@ class PlaneReader:
         thread.start()
         return thread
 
-    def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
+    def _choices(self, wanted: str, endpoint: Endpoint) -> list[CarrierChoice]:
         """Return the carriers that lead there, best first. Raises CarrierImpossibleError."""
         return choices(wanted, endpoint, self._arena)
 

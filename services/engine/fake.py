@@ -24,7 +24,7 @@ from dataplane.blocks.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
 from schemas.ids import RequestId
 from schemas.logprobs import TokenLogprob
 from schemas.request import SamplingParams
-from services.engine.interface import Choice, Grammar, GrammarError, Outcome, Sequence, StepItem
+from services.engine.interface import ChosenToken, Grammar, GrammarError, Outcome, Sequence, StepItem
 from services.engine.rules import stop_token_ids
 from services.engine.shaping import is_masked, permitted
 
@@ -186,8 +186,8 @@ def fake_outcome(digest: int, sequence: Sequence, vocab_size: int) -> Outcome:
     else:
         token_id = number % vocab_size
     if sampling.logprobs is None:
-        return Choice(token_id)
-    return Choice(token_id, fake_logprob(digest, token_id, sampling.logprobs, vocab_size))
+        return ChosenToken(token_id)
+    return ChosenToken(token_id, fake_logprob(digest, token_id, sampling.logprobs, vocab_size))
 
 
 def fake_logprob(digest: int, token_id: int, num_top: int, vocab_size: int) -> TokenLogprob:
@@ -222,7 +222,7 @@ def fake_choices(
     vocab_size: int = 256,
     eos: Seq[int] = (),
     grammar: Grammar | None = None,
-) -> list[Choice]:
+) -> list[ChosenToken]:
     """Return the tokens of `fake_answer`, with their logprobs where they are wanted. Raises GrammarError."""
     sequence = Sequence(
         RequestId("reference"), 1, list(prompt), len(prompt), sampling, (), stop_token_ids=frozenset(eos)
@@ -231,7 +231,7 @@ def fake_choices(
         sequence.grammar = Future()
         sequence.grammar.set_result(grammar)
     seen = _Seen(layout)
-    choices: list[Choice] = []
+    choices: list[ChosenToken] = []
     while len(choices) < sampling.max_tokens:
         outcome = fake_outcome(seen.digest(sequence.token_ids), sequence, vocab_size)
         if isinstance(outcome, GrammarError):

@@ -99,7 +99,7 @@ class StepItem:
     samples: bool
 
 
-class Choice(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token that was chosen; its logprob where its request wants it."""
 
     token_id: int
@@ -115,7 +115,7 @@ class GrammarError(ValueError):
         self.is_spent = is_spent
 
 
-Outcome = Choice | GrammarError
+Outcome = ChosenToken | GrammarError
 """What came of a sampling item: a token, or why its request can have none, which fails that request alone."""
 
 

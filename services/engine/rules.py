@@ -2,7 +2,7 @@
 
 from dataplane.blocks.layout import KVLayout
 from schemas.request import FinishReason
-from services.engine.interface import Choice, InvalidSequenceError, Sequence
+from services.engine.interface import ChosenToken, InvalidSequenceError, Sequence
 from services.engine.messages import SampledToken
 from services.engine.table_checks import find_problem
 
@@ -49,7 +49,7 @@ def check_sequence(
         raise InvalidSequenceError(f"{name} {problem}")
 
 
-def append_token(sequence: Sequence, choice: Choice, context_length: int | None) -> SampledToken:
+def append_token(sequence: Sequence, choice: ChosenToken, context_length: int | None) -> SampledToken:
     """Add a token to a sequence and say what it means."""
     index, token_id = sequence.index, choice.token_id
     sequence.token_ids.append(token_id)

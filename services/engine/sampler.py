@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from schemas.request import SamplingParams
-from services.engine.interface import Choice, GrammarError, Outcome, Sequence
+from services.engine.interface import ChosenToken, GrammarError, Outcome, Sequence
 from services.engine.logprobs import token_logprobs
 from services.engine.shaping import is_shaped, shaped
 
@@ -65,7 +65,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
         )
     token_ids = cast(list[int], best_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
     return [
-        _outcome(logits[row].float(), sequence) if asks_more(sequence) else Choice(token_ids[row])
+        _outcome(logits[row].float(), sequence) if asks_more(sequence) else ChosenToken(token_ids[row])
         for row, sequence in enumerate(sequences)
     ]
 
@@ -112,8 +112,8 @@ def _outcome(logits: Tensor, sequence: Sequence) -> Outcome:
     else:
         token_id = int(row.argmax())
     if sampling.logprobs is None:
-        return Choice(token_id)
-    return Choice(token_id, *token_logprobs(logits[None], [token_id], sampling.logprobs))
+        return ChosenToken(token_id)
+    return ChosenToken(token_id, *token_logprobs(logits[None], [token_id], sampling.logprobs))
 
 
 def _shaped(row: Tensor, sequence: Sequence) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from schemas.request import SamplingParams
 from services.engine import sampler
-from services.engine.interface import Choice, Sequence
+from services.engine.interface import ChosenToken, Sequence
 from tests.engine.rig import sequence_at
 
 
@@ -16,8 +16,8 @@ def at_index(sampling: SamplingParams, index: int) -> Sequence:
 
 def sample(logits: Tensor, wanted: Seq[tuple[SamplingParams, int]]) -> list[int]:
     outcomes = sampler.sample(logits, [at_index(*one) for one in wanted])
-    assert all(isinstance(outcome, Choice) for outcome in outcomes)
-    return [outcome.token_id for outcome in outcomes if isinstance(outcome, Choice)]
+    assert all(isinstance(outcome, ChosenToken) for outcome in outcomes)
+    return [outcome.token_id for outcome in outcomes if isinstance(outcome, ChosenToken)]
 
 
 def near_tie(logits: Tensor, sampling: SamplingParams, index: int) -> bool:

@@ -12,7 +12,7 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
-from services.engine.interface import Choice, InvalidSequenceError, Sequence, StepItem
+from services.engine.interface import ChosenToken, InvalidSequenceError, Sequence, StepItem
 from services.engine.messages import StepResult
 from services.engine.rules import num_tokens_to_store
 from tests.engine.rig import NAMES, new_number, num_uncomputed
@@ -53,7 +53,7 @@ def make(
 
 def step(batch: Batch, token_id: int = 7) -> StepResult:
     items = batch.plan()
-    result = batch.commit(items, [Choice(token_id) for item in items if item.samples], 1, 2)
+    result = batch.commit(items, [ChosenToken(token_id) for item in items if item.samples], 1, 2)
     batch.check_integrity()
     return result
 
@@ -109,7 +109,7 @@ def test_a_long_prompt_is_split_and_sampled_once() -> None:
 
 def _planned(batch: Batch) -> list[StepItem]:
     items = batch.plan()
-    batch.commit(items, [Choice(7) for item in items if item.samples], 0, 0)
+    batch.commit(items, [ChosenToken(7) for item in items if item.samples], 0, 0)
     return items
 
 
@@ -289,7 +289,7 @@ def test_every_token_is_computed_once_in_order(
             if item.samples:
                 assert number - sampled_at.get(name, number) <= longest_wait, "a decode waited for more than a round"
                 sampled_at[name] = number
-        for token in batch.commit(items, [Choice(7)] * sum(i.samples for i in items), 0, 0).sampled:
+        for token in batch.commit(items, [ChosenToken(7)] * sum(i.samples for i in items), 0, 0).sampled:
             answers[NAMES[token.number]] += 1
         batch.check_integrity()
     assert len(batch) == 0

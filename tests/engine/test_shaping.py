@@ -19,7 +19,7 @@ from transformers import (
 
 from schemas.request import SamplingParams
 from services.engine.counts import TokenCounts
-from services.engine.interface import Choice, GrammarError, Sequence
+from services.engine.interface import ChosenToken, GrammarError, Sequence
 from services.engine.sampler import sample
 from services.engine.shaping import shaped
 from tests.engine.rig import sequence_at
@@ -91,7 +91,7 @@ def test_min_p_is_hugging_faces(min_p: float) -> None:
     drawn: set[int] = set()
     for seed in range(400):
         (outcome,) = sample(torch.tensor(ROW[None]), [sequence(PROMPT, min_p=min_p, seed=seed, temperature=2.0)])
-        assert isinstance(outcome, Choice)
+        assert isinstance(outcome, ChosenToken)
         drawn.add(outcome.token_id)
     theirs = MinPLogitsWarper(min_p)(torch.empty(1, 0), torch.tensor(ROW[None]) / 2) if min_p else torch.zeros(1, VOCAB)
     possible = set(torch.nonzero(torch.isfinite(theirs[0]))[:, 0].tolist())
@@ -113,7 +113,7 @@ def test_what_leaves_no_token_is_an_error_of_that_sequence_alone() -> None:
     empty[2] = -np.inf
     wanted = [sequence(PROMPT, allowed_token_ids=(2,)), sequence(PROMPT, temperature=0)]
     outcomes = sample(torch.tensor(np.stack([empty, ROW])), wanted)
-    assert isinstance(outcomes[0], GrammarError) and outcomes[1] == Choice(int(ROW.argmax()))
+    assert isinstance(outcomes[0], GrammarError) and outcomes[1] == ChosenToken(int(ROW.argmax()))
 
 
 # An answer that goes on elsewhere.
@@ -137,7 +137,7 @@ PARAMS = st.fixed_dictionaries(
 def next_token(tokens: Sequence, seed: int) -> int:
     """The token that follows: the logits are a function of all tokens so far."""
     (outcome,) = sample(torch.tensor(logits_of(hash((seed, *tokens.token_ids)) % 2**32)[None]), [tokens])
-    assert isinstance(outcome, Choice)
+    assert isinstance(outcome, ChosenToken)
     return outcome.token_id
 
 

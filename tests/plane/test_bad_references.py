@@ -19,7 +19,7 @@ from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import ArenaShape, BlockTables, KVLayout, block_ids, uniform_shape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers.carrier import CarrierBrokenError, ReaderEnd
-from dataplane.ends.choice import Choice
+from dataplane.ends.choice import CarrierChoice
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
 from dataplane.protocol.stream import Accepted, TransferFailedError, TransferStats
@@ -267,7 +267,9 @@ def test_a_stream_of_which_nothing_was_taken_leaves_its_ticket(
         return reader_end(endpoint, accepted, *rest)
 
     monkeypatch.setattr(target.reader, "_end", broken_once)
-    monkeypatch.setattr(target.reader, "_choices", lambda *_: [Choice("shm", "first"), Choice("shm", "second")])
+    monkeypatch.setattr(
+        target.reader, "_choices", lambda *_: [CarrierChoice("shm", "first"), CarrierChoice("shm", "second")]
+    )
     assert read(lender, target, "shm", granted).num_tokens == NUM_TOKENS and tried == ["shm", "shm"]
     assert refused(lender, target, "shm", granted) == ("lease", "opened")
     again = lender.lend()

@@ -10,7 +10,7 @@ from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.cards.arena import CardArena
 from dataplane.carriers.carrier import AUTO, KVArena
 from dataplane.carriers.host import HostArena
-from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
+from dataplane.ends.choice import BrokenCarriers, CarrierChoice, CarrierImpossibleError, choices
 from schemas.handoff import Endpoint
 from tests.plane.fake_card import Fabric, FakeCard
 
@@ -73,14 +73,14 @@ def test_only_what_is_offered() -> None:
 
 def test_reasons_are_for_people() -> None:
     with place() as host:
-        assert choices("tcp", endpoint("tcp"), host) == [Choice("tcp", "a network; asked for")]
+        assert choices("tcp", endpoint("tcp"), host) == [CarrierChoice("tcp", "a network; asked for")]
         [from_card] = choices(AUTO, endpoint("tcp", card="A"), host)
         assert from_card.reason == "a network, the holder's card staged through host memory"
     with place(card="A") as same:
-        assert choices(AUTO, endpoint("cuda", card="A"), same) == [Choice("cuda", "one host, one card")]
+        assert choices(AUTO, endpoint("cuda", card="A"), same) == [CarrierChoice("cuda", "one host, one card")]
     with place(card="B", maps=("A",)) as peer:
         near = choices(AUTO, endpoint("cuda", "tcp", card="A"), peer)
-        assert near[0] == Choice("cuda", "one host, cards that see each other's memory")
+        assert near[0] == CarrierChoice("cuda", "one host, cards that see each other's memory")
         assert near[1].reason == "a network, the holder's and the reader's card staged through host memory"
     with place(card="B") as mixed:
         assert choices(AUTO, endpoint("tcp"), mixed)[0].reason == (
@@ -90,7 +90,7 @@ def test_reasons_are_for_people() -> None:
 
 def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
     broken = BrokenCarriers(60.0)
-    found = [Choice("cuda", "c"), Choice("shm", "s")]
+    found = [CarrierChoice("cuda", "c"), CarrierChoice("shm", "s")]
     broken.note_broken("nonce", "cuda")
     assert broken.without("nonce", found) == found[1:]
     assert broken.without("another", found) == found
@@ -103,7 +103,7 @@ def test_broken_carriers_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -
     broken = BrokenCarriers(60.0)
     for nonce in ("one", "two", "three"):
         broken.note_broken(nonce, "cuda")
-    found = [Choice("cuda", "c"), Choice("shm", "s")]
+    found = [CarrierChoice("cuda", "c"), CarrierChoice("shm", "s")]
     assert [len(broken.without(nonce, found)) for nonce in ("one", "two", "three")] == [2, 1, 1]
     healed = BrokenCarriers(0.0)
     healed.note_broken("two", "cuda")

@@ -12,7 +12,7 @@ from schemas.message import Message
 from schemas.request import CancelRequest, RequestTokens, RunAttempt
 from schemas.worker import LeftReason, WorkerLeft
 from services.engine.batch import Batch
-from services.engine.interface import Choice, Sequence
+from services.engine.interface import ChosenToken, Sequence
 from services.engine.loop import sequence_of
 from services.holder.core.actions import (
     Action,
@@ -173,7 +173,7 @@ class WorkerWorld:
             return
         if not items:
             return
-        tokens = [Choice(token_at(item.sequence.index)) for item in items if item.samples]
+        tokens = [ChosenToken(token_at(item.sequence.index)) for item in items if item.samples]
         result = self.batch.commit(items, tokens, 0, 1)
         of_step = {item.sequence.number: item.sequence for item in items}
         for number, num_tokens in result.computed:

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from services.engine.interface import Choice
+from services.engine.interface import ChosenToken
 from services.engine.sampler import sample
 from services.engine.vllm_engine.link import link_of
 
@@ -45,7 +45,7 @@ class MeshSampling(LogitsProcessor):
         outcomes = sample(wanted, [self._link.sequences[name] for name in names])
         self._link.outcomes |= zip(names, outcomes, strict=True)
         # A request that fails is taken out after this step, whatever its token is.
-        token_ids = [outcome.token_id if isinstance(outcome, Choice) else 0 for outcome in outcomes]
+        token_ids = [outcome.token_id if isinstance(outcome, ChosenToken) else 0 for outcome in outcomes]
         logits[rows] = float("-inf")
         logits[rows, token_ids] = 0.0
         return logits

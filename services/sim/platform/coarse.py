@@ -19,7 +19,7 @@ from dataplane.memory.arena import HEADER_BYTES
 from dataplane.protocol.gate import LeaseRefusedError, OpenLease
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.kv import ReadEnd
-from services.engine.interface import Choice, Outcome, StepItem
+from services.engine.interface import ChosenToken, Outcome, StepItem
 from services.runtime import now_ms
 from services.sim.platform.plane import SimPlaneReader
 
@@ -64,7 +64,7 @@ class PacedEngine:
             if (listener := item.sequence.layer_listener) is not None:
                 for layer in range(self.layout.num_layers):
                     listener.advance(layer, item.start + item.num_tokens)
-        return [Choice(TOKEN) for item in items if item.samples]
+        return [ChosenToken(TOKEN) for item in items if item.samples]
 
     def close(self) -> None:
         """It has no memory."""

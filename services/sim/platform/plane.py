@@ -19,7 +19,7 @@ from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.carrier import AUTO, KVArena, ReaderEnd
 from dataplane.carriers.host import HostArena
 from dataplane.carriers.shm import SharedReader, holder_memory
-from dataplane.ends.choice import CarrierImpossibleError, Choice
+from dataplane.ends.choice import CarrierChoice, CarrierImpossibleError
 from dataplane.ends.connections import Cancellation
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
@@ -289,11 +289,11 @@ class SimPlaneReader(PlaneReader):
     def _start_thread(self, run: Callable[[], None]) -> Thread:
         return spawn(run, "kv-read")
 
-    def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
+    def _choices(self, wanted: str, endpoint: Endpoint) -> list[CarrierChoice]:
         for carrier in _CARRIERS if wanted == AUTO else (wanted,):
             is_near = carrier == tcp.NAME or self._network.arena(endpoint.arena_nonce) is not None
             if carrier in endpoint.carriers and is_near:
-                return [Choice(carrier, "one simulation")]
+                return [CarrierChoice(carrier, "one simulation")]
         raise CarrierImpossibleError(wanted, endpoint.carriers)
 
     def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:

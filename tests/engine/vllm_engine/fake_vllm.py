@@ -20,7 +20,7 @@ import xxhash
 
 from dataplane.blocks.layout import KVLayout, num_blocks_for
 from services.engine.fake import _rows, fake_logprob, fake_outcome
-from services.engine.interface import Choice, Sequence
+from services.engine.interface import ChosenToken, Sequence
 from services.engine.rules import stop_token_ids
 from services.engine.vllm_engine.link import EngineLayer, EngineLink
 from services.engine.vllm_engine.plan import NO_BLOCK
@@ -250,7 +250,7 @@ class FakeVllm:
 
     def says(self, name: str, token: int, *, finished: bool) -> list[SimpleNamespace]:
         """Return what a step gives that chose this token for this request."""
-        self._link.outcomes[name] = Choice(token)
+        self._link.outcomes[name] = ChosenToken(token)
         outputs = [SimpleNamespace(token_ids=[token])]
         return [SimpleNamespace(request_id=name, finished=finished, outputs=outputs, prompt_logprobs=None)]
 
@@ -282,7 +282,7 @@ class FakeVllm:
             self._link.on_logits(np.frombuffer(seen, np.uint8)[None].astype(np.float32))
         outcome = fake_outcome(digest, request.sequence, self.vocab_size)
         self._link.outcomes[request.given_name] = outcome
-        token = outcome.token_id if isinstance(outcome, Choice) else 0
+        token = outcome.token_id if isinstance(outcome, ChosenToken) else 0
         request.tokens.append(token)
         request.num_sampled += 1
         finished = token in request.stops or request.num_sampled >= request.num_tokens
