@@ -433,6 +433,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def relations_of(config: MeshConfig) -> list[Relation]:
     """Return every order of two times that the code relies on."""
+    # Name each time as mesh.toml does: an error about two of them names the settings to change.
     ping_ms = config.scheduler.ping_interval_ms
     overdue = Time(
         f"{OVERDUE_PINGS} × scheduler.ping_interval_ms", f"{OVERDUE_PINGS * ping_ms}", OVERDUE_PINGS * ping_ms
@@ -447,6 +448,7 @@ def relations_of(config: MeshConfig) -> list[Relation]:
     worker_silent = _set_ms("gateway.worker_silent_ms", config.gateway.worker_silent_ms)
     store = _set_ms("store.timeout_ms", config.store.timeout_ms)
     times = config.times
+    # A load comes every two beats. Two loads are written as four beats, because only the beat is a setting.
     loads_ms = 2 * times.presence.load_interval_ms
     two_loads = Time("4 × times.presence.beat_interval_ms", f"{loads_ms}", loads_ms)
     partitioned = _set_ms("times.presence.partitioned_after_ms", times.presence.partitioned_after_ms)

@@ -71,6 +71,7 @@ class BlockCache:
         They begin with what is cached of the blocks `hashes` (of the sequence, from its first on), at most
         `max_cached_tokens` tokens of it.
         """
+        # Find how many leading blocks are cached, and how many blocks of its own each group must add to them.
         block_size = self.layout.block_size
         num_blocks = num_blocks_for(num_tokens, block_size)
         num_cached = self._num_matching(hashes[: min(max_cached_tokens // block_size, num_blocks)], tenant)
@@ -79,14 +80,17 @@ class BlockCache:
         if any(len(b) + n > g.pool.num_blocks for g, b, n in zip(self._groups, shared, sizes, strict=True)):
             # A ring and the window before it together are more than there is: it could wait for ever.
             num_cached, shared, sizes = 0, [list[int]() for _ in self._groups], self._sizes(0, num_blocks)
+        # Check every group before the first allocation: nothing has to be undone when one group is full.
         for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
             if size > group.room(besides=blocks):
                 return None
+        # Reference the shared blocks before own ones are allocated: the allocation could evict idle ones.
         tables: list[BlockTable] = []
         for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
             group.share(blocks)
             own = group.allocate(size, tenant)
             assert own is not None, "there is room"
+            # A ring has fewer own blocks than positions: its table names them again, round after round.
             rest = num_blocks - num_cached
             rounds = num_blocks_for(rest, size) if size else 0
             table = [*blocks, *(own * rounds)[:rest]]
@@ -170,6 +174,7 @@ class BlockCache:
         """
         if not self._caching:
             return
+        # Only full blocks whose hash is known can be kept.
         block_size = self.layout.block_size
         num_full = min(num_tokens // block_size, len(hashes))
         for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
@@ -178,6 +183,7 @@ class BlockCache:
             window = self.layout.groups[index].window
             if window and not ended:
                 continue  # its ring is still being written over: what lies where is known only at the end
+            # A ring is noted once, from the first block that its landed tokens need; others go on at `first_block`.
             blocks = block_ids(table.segments)
             in_place = self.layout.first_needed_block(index, num_landed_tokens)
             first = max(table.first_block, in_place if window else first_block)

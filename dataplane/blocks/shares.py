@@ -81,15 +81,18 @@ class TenantShares:
         While a tenant with idle blocks is over its share it is the one that is furthest over it, with those that it
         used least recently; then the least recently used of all.
         """
+        # Count the wanted blocks as the tenant's already: with them it may be over its share.
         num_of = dict(self._num_of)
         if tenant is not None:
             num_of[tenant] = num_of.get(tenant, 0) + num_wanted
         found: dict[int, None] = {}
+        # Of several tenants, rank those over their share. Counts are negative: `heapq` has the smallest on top.
         if len(num_of) > 1:
             share = self._num_blocks / len(num_of)
             rank = [(-num_of[name], name) for name in self._idle_of if num_of[name] > share]
             heapq.heapify(rank)
             left = {name: iter(self._idle_of[name]) for _, name in rank}
+            # Take one block at a time and count it off: tenants that are equally far over take turns.
             while rank and len(found) < num_blocks:
                 count, name = rank[0]
                 block = next(left[name], None)
@@ -98,6 +101,7 @@ class TenantShares:
                     continue
                 found[block] = None
                 heapq.heapreplace(rank, (count + 1, name))
+        # Where that is not enough, take the least recently used of all tenants; `found` has each block once.
         for block in self._idle:
             if len(found) >= num_blocks:
                 break

@@ -157,12 +157,14 @@ class CardArena:
         """Return the reader's end. Raises ProtocolError, CarrierBrokenError."""
         card, arena = self.card, (self.memory, target)
         try:
+            # tcp stages frames in host memory, and nccl receives them over the pair that `opening` keeps for this read.
             if accepted.carrier == tcp.NAME:
                 return TcpReader(StagedTarget(card, arena, frame_hash, writes=True), extent, frame_hash)
             if accepted.carrier == NCCL:
                 pair = self.pairs.in_use(endpoint.arena_nonce)
                 pair.communicator()  # where it cannot be made another carrier is tried
                 return NcclReader(card, arena, self.pairs, pair, frame_hash)
+            # cuda copies from the holder's memory, which is mapped here: it counts as used until `give_back` is called.
             memory, give_back = self._holder_memory(endpoint, accepted)
             try:
                 source = holder_runs(accepted, shape, extent, memory.num_bytes)

@@ -38,15 +38,18 @@ class CardLane:
     ) -> int:
         """Do the work, wait for it, and return the digest of these rows behind it (0 without digests). Raises
         CardError, WireClosedError, WireTimeoutError."""
+        # Queue the work and behind it the digest: the stream runs in order, so the digest covers what was written.
         started = time.perf_counter_ns()
         work(self.stream)
         pending = self.stream.sum64(*digested) if self._digests else None
+        # Wait for the card, but no longer than the peer is there.
         if not wait_until(self.stream.is_done, lambda: wire.has_ended, timeout_s):
             if not wire.has_ended:
                 raise WireTimeoutError("the card has not moved a frame in time")
             # A holder that has said its last word has sent this frame before: it counts, and so does that word.
             if not (self._writes and wait_until(self.stream.is_done, lambda: wire.is_cut, limits.LAST_FRAME_S)):
                 raise WireClosedError("the peer has gone")
+        # The stream is done: count the time, and read the digest, which may only be read from here on.
         copied = time.perf_counter_ns()
         stats.copy_ns += copied - started
         if pending is None:

@@ -71,6 +71,7 @@ class _Dialling:
 
 def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> socket.socket:
     """Return a connected socket. Raises TransferFailedError with code "connect" or "cancelled"."""
+    # A name can have several addresses: they are tried in order, under one deadline for all of them.
     deadline = time.monotonic() + timeout_s
     try:
         addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
@@ -78,10 +79,16 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
         raise TransferFailedError(ReadEnd.CONNECT, f"{endpoint.host[:100]}: {error}") from error
     reason = "no address"
     for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # this machine may lack the family, and have the next address's
+            reason = error.strerror or str(error)
+            continue
+        # Watch the socket while it connects: a cancellation from another thread shuts it down.
         dialling = _Dialling(sock)
         try:
             cancellation.watch(dialling)
+            # Allow at least 1 ms: a timeout of 0 would make the socket non-blocking, and a negative one is an error.
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             sock.connect(address)
             cancellation.raise_if_cancelled()
@@ -89,6 +96,7 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
             sock.close()
             raise
         except OSError as error:
+            # A socket that was cut fails like any other: check for a cancellation before the next address is tried.
             sock.close()
             cancellation.raise_if_cancelled()
             reason = error.strerror or str(error)

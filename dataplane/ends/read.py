@@ -120,6 +120,7 @@ class Read:
         if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
             self.extent = self.extent.over_wire(request.wire_dtype)
         self.stats.carrier, self.stats.wire_dtype = carrier, self.extent.wire_dtype
+        # The bytes of the Open, with a fresh nonce, go into the stream's key: an answer to another Open proves nothing.
         opening = Open(
             ticket=request.ticket,
             nonce=new_nonce(),
@@ -135,17 +136,20 @@ class Read:
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
             wire.send([opening_frame], self.deadline - time.monotonic())
         key = self._key_of(opening_frame[HEADER_BYTES:])  # while the holder looks for it
+        # No answer at all may mean that a reused connection was closed just before: the caller then takes another one.
         try:
             header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
         except WireClosedError as error:
             self.cancellation.raise_if_cancelled()
             raise NotAnsweredError(str(error)) from error
         body = bytes(wire.receive(header.length, self.deadline))
+        # A refused carrier lets the caller try the next one; any other refusal ends the read.
         if header.kind is Kind.REFUSED:
             refused = decode_body(body, StreamRefused)
             if refused.code is RefusalCode.CARRIER:
                 raise CarrierBrokenError(carrier, refused.detail)
             raise TransferFailedError(ReadEnd(refused.code), refused.detail)
+        # Trust nothing in the answer before its seal is proved: only who has the ticket's secret can make that seal.
         accepted = decode_body(body, Accepted)
         if key is None:
             raise TransferFailedError(
@@ -156,6 +160,7 @@ class Read:
             raise TransferFailedError(ReadEnd.DIGEST, "the holder's answer is not proved")
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
+        # Keep what the answer says for the stats, and for the checks of the frames that follow.
         self.stats.accepted_ns = time.monotonic_ns()
         self.stats.digest_kind = accepted.digest_kind
         self.stats.peer_traceparent = accepted.traceparent

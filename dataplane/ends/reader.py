@@ -69,6 +69,7 @@ class PlaneReader:
         done: asyncio.Future[Landed] = loop.create_future()
         cancellation = Cancellation()
 
+        # The read blocks a thread of its own, which reports through the loop: a Future is not thread-safe.
         def run() -> None:
             try:
                 landed = self.read_blocking(
@@ -82,8 +83,10 @@ class PlaneReader:
 
         thread = self._start_thread(run)
         try:
+            # Do not await `done` itself: a cancellation would cancel it, and the thread could not report its end.
             await asyncio.wait([done])
         except asyncio.CancelledError:
+            # Cut the read and wait for its end: the thread may write to the blocks until then.
             cancellation.cancel()
             while not done.done():
                 with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the thread must end all the same
@@ -101,6 +104,7 @@ class PlaneReader:
         on_started: Callable[[str], None] = lambda _: None,
     ) -> Landed:
         """Do the read on this thread. `on_started` is called on it. Raises as `read_kv`."""
+        # Refuse tables that do not fit before anything is connected: the caller is wrong, and no transfer has failed.
         layout = self._shape.layout
         target = SequenceRuns(self._shape, request.tables)
         wanted = Extent(layout, request.first_token, request.num_tokens)
@@ -109,6 +113,7 @@ class PlaneReader:
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
         if reason := wanted.over_wire(request.wire_dtype).refusal():
             raise ValueError(reason)
+        # From here on each failure becomes a TransferFailedError, with its code and the tokens that have landed.
         run = Read(request, wanted, self._secrets, cancellation or Cancellation(), on_started)
         try:
             return self._run(run, target)
@@ -127,6 +132,7 @@ class PlaneReader:
         except TransferFailedError as error:
             raise run.failed(error.code, error.detail) from error
         except OSError as error:
+            # This case comes last: ConnectionError and TimeoutError are OSErrors too, and have their own codes above.
             raise run.failed(ReadEnd.CONNECT, str(error)) from error
 
     def release_ended(self) -> None:

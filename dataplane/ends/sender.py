@@ -151,18 +151,22 @@ class HolderStream:
         context = self._context
         if wanted.version != VERSION:
             raise _RefusedError(RefusalCode.VERSION, f"this holder speaks version {VERSION}")
+        # Check the ticket first: the refusals below name this holder's layout and carriers, for valid readers only.
         signed = context.secrets.signed(wanted.ticket)
         ticket = signed.ticket(time.monotonic_ns() // 1_000_000)
         self.is_opened = True  # from here on nobody else's need makes room of it
+        # Refuse what cannot be served before the lease is opened: its one stream stays free for another carrier.
         if wanted.fingerprint != context.shape.layout.fingerprint:
             raise _RefusedError(RefusalCode.FINGERPRINT, f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
             raise _RefusedError(RefusalCode.CARRIER, f"this holder offers {', '.join(context.carriers)}")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
+        # Derive the stream's keys from the ticket's secret, the reader's Open and a fresh nonce of this end.
         nonce = new_nonce()
         seal = seal_of(signed.key_of(opening), nonce)
         frame_hash = FrameHash(self._digest_kind(wanted), seal.frame_key)
+        # Give the lease back when the stream cannot begin: nothing was sent, and the ticket may open another stream.
         lease = context.gate.open(ticket)
         try:
             source, extent = self._in_range(wanted, lease.kv)
@@ -250,6 +254,7 @@ class _Service:
         self._extent = extent
         self._proof = proof
         self._end = end
+        # Each carrier's end names the frame size that suits it.
         self._planner = FramePlanner(extent, end.frame_bytes)
         self._uncommitted: deque[tuple[int, bytes]] = deque()
         """Frames that were sent, by number, each with its Commit, which goes out if the lease is good then."""

@@ -84,6 +84,7 @@ class PlaneServer:
         self.options = options or ServerOptions()
         self.num_junk = 0
         self.num_refused = 0
+        # What all streams share is frozen: each stream runs on a thread of its own.
         self._context = HolderContext(
             arena=arena,
             shape=shape,
@@ -95,6 +96,7 @@ class PlaneServer:
             open_timeout_s=self.options.times.open_s,
             idle_timeout_s=self.options.times.holder_idle_s,
         )
+        # The lock guards the counters, the connections and the log times: acceptors and streams change them.
         self._lock = threading.Lock()
         self._streams: list[_Live] = []
         self._closing = False
@@ -202,9 +204,11 @@ class PlaneServer:
         """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""
         live = _Live(wire, peer, HolderStream(self._context, wire, peer))
         with self._lock:
+            # `close` sets the flag and copies the list under this lock: no stream starts that `close` does not see.
             if self._closing:
                 wire.close()
                 return False
+            # A connection that was cut for another one takes no place, though its thread may not have ended yet.
             places = [live for live in self._streams if not live.has_made_room]
             full = len(places) >= self.options.max_streams
             if full and (silent := next((live for live in places if not live.stream.is_opened), None)) is not None:
@@ -212,6 +216,7 @@ class PlaneServer:
                 silent.has_made_room = True
                 full = False
             if not full:
+                # Start the thread under the lock: `close` joins each listed stream, which needs a started thread.
                 live.thread = self._new_thread(lambda: self._serve(live), "kv-serve")
                 self._streams.append(live)
                 try:
@@ -219,6 +224,7 @@ class PlaneServer:
                 except BaseException:
                     self._streams.remove(live)
                     raise
+        # Refuse outside the lock, as sending may block: streams need the lock to end.
         if full:
             refused = StreamRefused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):

@@ -103,11 +103,13 @@ def _modes(options: Launch) -> dict[str, Launch]:
 
 
 async def _measure(plan: BurstPlan, options: Launch, clients: list[int], choices: list[int]) -> BurstReport:
+    # A fixed seed: the same options give the same prompts in every run of the bench.
     rng = random.Random(20261124)
     rows: list[BurstRow] = []
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with serving(_modes, options) as served:
+        # The context length is known only once the meshes serve; no request has been sent yet.
         if plan.num_prompt_tokens + plan.num_tokens > served.context_length:
             raise UserError(f"--tokens: the model has room for {served.context_length}, the answer among them")
         meters = {name: await Meter.of(supervisor) for name, supervisor in served.supervisors.items()}
@@ -115,6 +117,7 @@ async def _measure(plan: BurstPlan, options: Launch, clients: list[int], choices
             for name, client in served.clients.items():  # the first request of a mesh is no measure of it
                 await client.complete(random_tokens(rng, 64, served.vocab_size), 2)
                 await meters[name].work()
+            # Measure each pair of numbers. Every burst has its own prompt, so that no KV of an earlier burst serves it.
             for num_clients in clients:
                 for num_choices in choices:
                     label = f"{num_clients} clients, n = {num_choices}"
@@ -127,6 +130,7 @@ async def _measure(plan: BurstPlan, options: Launch, clients: list[int], choices
                             burst = await _burst(client, meter, prompt, plan.num_tokens, num_clients, num_choices)
                             seen[name].append(burst)
                             progress.advance(task)
+                    # One row per mesh: computed tokens divided by one prompt's tokens, read bytes by its KV bytes.
                     for name in served.clients:
                         distinct_bytes = plan.num_prompt_tokens * meters[name].token_bytes
                         row = _row(name, num_clients, num_choices, seen[name], plan.num_prompt_tokens, distinct_bytes)

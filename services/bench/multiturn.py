@@ -288,6 +288,7 @@ async def _measure(
 ) -> list[TurnSample]:
     """Hold the same conversations in every mesh, a group at a time. Only one mesh is busy at any time. Counts the
     restarts in `num_restarts`, by mode and worker."""
+    # Each call of `group` takes the next seed: runs are repeatable, and no two groups share a prefix.
     seeds = itertools.count(SEED)
     num_groups = -(-plan.num_conversations // plan.concurrency)
 
@@ -299,6 +300,7 @@ async def _measure(
             raise UserError(f"{longest} tokens of conversation do not fit the model's context, {served.context_length}")
         return made
 
+    # Make all conversations first: one that exceeds the model's context ends the run before any measurement.
     groups: list[list[Conversation]] = []
     for number in range(num_groups):
         count = min(plan.concurrency, plan.num_conversations - number * plan.concurrency)
@@ -309,15 +311,18 @@ async def _measure(
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("warming up", total=len(groups) * len(served.clients))
+        # Warm up every mesh with a group of its own seed: the KV of the warm-up is of no use to a measured prompt.
         warm_up = group(min(WARM_UP_HISTORY, *histories), plan.concurrency, WARM_UP_TURNS)
         for client in served.clients.values():
             await _hold(client, warm_up, 0, [], WARM_UP_TURNS)
+        # Hold each group in one mesh after another; `rotated` lets a different mesh begin each time.
         for number, conversations in enumerate(groups):
             for mode in rotated(served.clients, number):
                 progress.update(task, description=f"{conversations[0].history} tokens, {mode}")
                 held: list[list[Completion]] = []
                 victim = ""
                 for stop in plan.stops:
+                    # `held` is empty before the first stop: a worker is restarted only between two stops.
                     if held:
                         victim = held[0][-1].usage.kvmesh.prefill_worker
                         num_restarts[mode][victim] += 1
@@ -325,6 +330,7 @@ async def _measure(
                     held = await _hold(served.clients[mode], conversations, plan.think_ms, held, stop)
                 samples += samples_of(mode, conversations, held, victim, plan.stops[0])
                 progress.advance(task)
+    # Return the samples in the fixed order of the modes: the sort is stable, so groups and turns keep theirs.
     order = {mode: number for number, mode in enumerate(served.clients)}
     return sorted(samples, key=lambda sample: order[sample.mode])
 
@@ -342,11 +348,13 @@ def _print(report: MultiturnReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     size = f", {report.num_parameters / 1e6:.1f} M parameters" if report.num_parameters else ""
     modes = list(dict.fromkeys(row.mode for row in report.rows))
+    # One column of times per mode, then one of ratios per mode that can be compared with recomputing.
     columns = [Column("history", justify="right"), Column("turn", justify="right")]
     columns += [Column(_words(mode), justify="right") for mode in modes]
     compared = [mode for mode in modes if mode != RECOMPUTE] if RECOMPUTE in modes else []
     columns += [Column(f"{_words(mode)}, ratio", justify="right") for mode in compared]
     table = Table(*columns, title=f"time to first token, p50 / p75 ms, {report.model}{size}")
+    # One line per history length and turn; a rule follows the last turn before a restart, and the last turn.
     for _, group in itertools.groupby(report.rows, key=lambda row: (row.history, row.turn)):
         rows = list(group)
         cells = [f"{row.ttft_p50_ms:.0f} / {row.ttft_p75_ms:.0f}" for row in rows]
@@ -358,11 +366,13 @@ def _print(report: MultiturnReport) -> None:
     console.print(table)
     if AFFINITY in modes:
         console.print("affinity: by a hash of how a conversation begins, whatever the load; several may share a worker")
+    # Sum up turns 2 and later: only these have an earlier turn whose KV can be reused.
     _print_turns(
         console, "later turns", report.later_turns_ttft_p50_ratio, report.by_history, report.later_turns_sources
     )
     if (restart := report.restart) is None:
         return
+    # Report the restart: the conversations that the worker had served, then all of them, then how many restarts.
     console.print(
         f"\na worker was restarted before turn {restart.turn}; of it, the conversations that it had served last:"
     )

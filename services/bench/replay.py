@@ -124,11 +124,14 @@ def report_of(
 ) -> ReplayReport:
     """Return the result of these outcomes, which are in the order of the requests."""
     done = [outcome.completion for outcome in outcomes if outcome.completion is not None]
+    # Duration: from the first request sent to the last event. A failed request counts with its sending time only.
     ends_s = [o.sent_s + (o.completion.total_ms / 1e3 if o.completion else 0.0) for o in outcomes]
     duration_s = max(ends_s, default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
+    # Compare the reuse with its bound over the same requests: the answered ones, which alone report a usage.
     sources = shares_of([completion.usage for completion in done])
     answered = [r for r, outcome in zip(requests, outcomes, strict=True) if outcome.completion is not None]
     bound = reusable_tokens(answered, BLOCK_SIZE) / max(1, sum(request.num_prompt_tokens for request in answered))
+    # The percentiles are over all gaps together; `is_within` judges a request by the mean of its own gaps.
     ttfts = [completion.ttft_ms for completion in done]
     gaps = [gap for completion in done for gap in completion.gaps_ms]
     num_within = sum(is_within(completion, plan.slo_ttft_ms, plan.slo_itl_ms) for completion in done)
@@ -179,11 +182,14 @@ async def _replay(client: Client, requests: Sequence[ReplayRequest], vocab_size:
         started = time.perf_counter()
         num_open = num_failed = 0
 
+        # Each request waits for its time in its own task: a slow answer delays no later request.
         async def send(request: ReplayRequest) -> ReplayOutcome:
             nonlocal num_open, num_failed
             await asyncio.sleep(started + request.at_s - time.perf_counter())
+            # Build the prompt before the clock is read: a slow build shows in `late_s`, not in the TTFT.
             prompt = build_prompt(request, vocab_size)
             sent_s = time.perf_counter() - started
+            # Turn a failure into an outcome: an exception would end the whole replay.
             num_open += 1
             try:
                 completion = await client.complete(prompt, request.num_output_tokens)

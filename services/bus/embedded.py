@@ -58,11 +58,13 @@ class EmbeddedNats:
         `state_dir` takes its configuration and its log. Blocks for as long as the server takes to start: a tenth of a
         second as a rule.
         """
+        # Refuse what cannot work before anything is written: no server, or a port that is taken.
         binary = find_server()
         if port is None:
             port = free_port()
         elif not is_free(port):
             raise UserError(f"port {port} is in use, or not ours to take: pass another --nats-port for the broker")
+        # Write the configuration: the server puts its log, and the file that names its port, into this folder.
         folder = state_dir.absolute()
         private_folder(folder)
         logfile, config = folder / "nats.log", folder / "nats.conf"
@@ -76,6 +78,7 @@ class EmbeddedNats:
         )
         write_private(config, settings)
         open_private(logfile, "ab").close()  # the server appends to what is there
+        # Stop the process whatever goes wrong until it answers: the caller has no handle of it yet.
         server = cls(_spawn([binary, "-c", str(config)]))
         try:
             server.url = server._wait_for_url(folder)

@@ -371,6 +371,7 @@ class NatsBus:
         names the address, BrokerRefusesError where the broker does not know us, UserError where it takes small messages
         only."""
         url, identity, ca, _ = access
+        # Make the bus before it connects: the client's callbacks below are its methods.
         client = BrokerClient(is_encrypted=access.is_encrypted, ca=ca)
         times = times or Times()
         bus = cls(client, access, name, times)
@@ -390,6 +391,7 @@ class NatsBus:
                 allow_reconnect=True,
                 pending_size=limits.BUFFER_BYTES,
                 ping_interval=times.bus.ping_interval_s,  # pyright: ignore[reportArgumentType]
+                # The client calls these at each connect: after a renewal a reconnect shows the new identity.
                 user_jwt_cb=None if identity is None else bus._token,
                 signature_cb=None if identity is None else bus._sign_nonce,
                 inbox_prefix=INBOX if identity is None else identity.inbox,
@@ -397,9 +399,11 @@ class NatsBus:
             )
             await _within(timeout_s, connecting)
         except (asyncio.CancelledError, BrokerRefusesError):
+            # Close without callbacks: nothing was connected, and they would report a loss.
             await client._close(Client.CLOSED, False)  # pyright: ignore[reportPrivateUsage]
             raise
         except (OSError, nats.errors.Error, ValueError) as error:
+            # A timeout leaves the client half open: close it. The broker's own words say more than the library's error.
             if isinstance(error, TimeoutError):
                 await client.close()
             if client.said:
@@ -410,6 +414,7 @@ class NatsBus:
                 f"no NATS server answers at {bus._url} ({reason}); start one, or run with --nats embedded"
             ) from error
         bus.num_connects += 1
+        # Check the broker's message limit now: with one that is too low the bus would fail later, message by message.
         if (max_bytes := client.max_payload) < limits.MIN_PAYLOAD_BYTES:
             await client.close()
             raise UserError(
@@ -418,6 +423,7 @@ class NatsBus:
             )
         if max_bytes < limits.MAX_PAYLOAD_BYTES:
             log.info("the broker takes messages of %d bytes: longer prompts are refused", max_bytes)
+        # Prepare what the connection needs: an inbox for the round trips of `flush`, a watch over the library's tasks.
         bus._inbox = client.new_inbox()
         await client.subscribe(bus._inbox, cb=bus._on_returned)  # pyright: ignore[reportUnknownMemberType]
         bus._watching = lasting_task(bus._watch, f"watch the connection of {name}")
@@ -511,6 +517,7 @@ class NatsBus:
         # Not the library's flush: its ping overtakes what still lies in its send buffer, and where the library's tasks
         # have ended it returns although nothing came back.
         timeout_s = self._times.flush_timeout_s if timeout_s is None else timeout_s
+        # Send a numbered message to our own inbox: the broker works in order, so it has all before it once it is back.
         self._num_trips += 1
         payload = b"%d" % self._num_trips
         returned = self._trips[payload] = asyncio.get_running_loop().create_future()
@@ -519,6 +526,7 @@ class NatsBus:
                 await _cancellable(self._client.publish(self._inbox, payload))
                 await returned
         except TimeoutError as error:
+            # A denied subject may be why nothing came back: it is the better reason, and is raised below.
             if not self._denied:
                 raise RequestTimedOutError("the bus", timeout_s) from error
         except nats.errors.Error as error:
@@ -597,6 +605,7 @@ class NatsBus:
                 trip.set_exception(error)
 
     async def _on_error(self, error: Exception) -> None:
+        # A reader that is too slow loses messages; the connection itself is fine.
         if isinstance(error, nats.errors.SlowConsumerError):
             self.count_drop(error.subject)
             return
@@ -604,6 +613,7 @@ class NatsBus:
         if self.num_connects == 0 and _REFUSED in text.lower():
             # Who connects gets this at once: the library would try again and again with the same key.
             raise BrokerRefusesError(_refusal(self._url, self._identity))
+        # The broker has no trusted certificate: the caller of the first connect gets the error, later only the log.
         if isinstance(error, MistrustedError):
             text = f"the broker at {self._url} {error}; {_CERTIFIED}"
             if self.num_connects == 0:
@@ -612,12 +622,15 @@ class NatsBus:
             return
         if _REFUSED in text.lower() and self._renew is not None:
             self._renew_s = 0.0  # what we have is of no use any more
+        # The library tries again several times a second: log the broker's words once, and not with each attempt.
         if not self.is_connected and self._client.said and self.num_connects:
             self._say_once(f"the broker at {self._url} does not let us in: {self._client.said}")
             return
+        # The subject of ended connections is optional: without it the scheduler relies on its pings.
         if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
             log.info("the broker does not say whose connection ends: who is quiet is asked")
             return
+        # Keep the denial: `flush` raises it from now on.
         if "permissions violation" in text.lower() or _TOO_MANY_SUBSCRIPTIONS in text.lower():
             self._denied = text
         # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.

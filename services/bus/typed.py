@@ -96,12 +96,14 @@ class TypedBus:
         """
         _check_carries(subject, message)
         concrete, label, started_s = subject.of(*ids), label_of(subject), time.monotonic()
+        # Count a failure by its reason; only a request that was answered counts in the times.
         try:
             reply = await self.connection.request(concrete, _sent(message), headers_of(message, trace), timeout_s)
         except BusError as error:
             self.metrics.inc(BUS_FAILURES, label, _failure_of(error))
             raise
         self.metrics.observe(BUS_SECONDS, time.monotonic() - started_s, label, trace=trace)
+        # A reply that does not decode is a failed request too: callers handle BusError alone.
         try:
             return arriving(decode(reply.payload, *subject.reply), now_ms())
         except UndecodableMessageError as error:
@@ -175,6 +177,7 @@ class TypedBus:
     ) -> None:
         answering: set[asyncio.Task[None]] = set()
         async for delivery in subscription:
+            # Do not answer what does not decode, nor a request whose reply would go where its sender may not publish.
             received = self._decode(delivery, subject)
             if received is None:
                 delivery.count_failure("the request does not decode")
@@ -183,11 +186,13 @@ class TypedBus:
                 self.drop("malformed")
                 delivery.count_failure("its reply is to go where none is awaited")
                 continue
+            # Bound the answers under way: one more request is left to its requester's timeout.
             if len(answering) >= limits.MAX_ANSWERING:
                 self.drop("too_many")
                 delivery.count_failure("too many requests are being answered")
                 log.warning("a request on %s found too many being answered", delivery.subject)
                 continue
+            # Answer in a task of its own: a slow answer must not delay the next request.
             answer = self._answer(delivery, handle(received))
             task = tasks.create_task(answer, name=f"answer {delivery.subject}")
             answering.add(task)

@@ -197,6 +197,7 @@ def trace(
     from services.cli.trace import show_chosen, show_trace
 
     spans = folder or trace_dir()
+    # Options that do not go together are an error: none of them is ignored silently.
     if rejected and not failed:
         raise UserError("--rejected adds to --failed: pass both")
     if not (slowest or failed or list_):

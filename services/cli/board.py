@@ -101,6 +101,7 @@ class Board:
     def _hear_event(self, event: observe.StoryMessage, now_s: float, now_ms: int) -> None:
         request_id = event.request_id
         phase = ""
+        # Each kind of event begins a phase, or ends the request: then `phase` stays empty.
         match event:
             case observe.RequestAccepted():
                 phase = "placing"
@@ -123,6 +124,7 @@ class Board:
                 self.ends["cancelled"] += 1
             case _:
                 return
+        # Show a request until a second after its deadline at most: the message about its end may be lost.
         if phase:
             left_s = min(OPEN_REQUEST_MAX_S, max(0.0, (event.deadline_ms - now_ms) / 1000))
             self._open[request_id] = (phase, now_s + left_s + 1.0)

@@ -97,6 +97,7 @@ def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanReco
     """
     spans = [span for span in spans if span.name != _STEP]
     by_id = {span.span_id: span for span in spans}
+    # Find the spans that carry the id; without an id the topmost span of each request.
     if request_id is None:
         found = _tops(spans, by_id)
         if not found:
@@ -109,11 +110,14 @@ def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanReco
                 f"no trace of {request_id!r}: take the id from the answer's x-request-id, "
                 "or leave it out for the last request"
             )
+    # Several spans may fit: the one that started last decides which trace is meant.
     chosen = max(found, key=lambda span: span.start_ns)
     trace = [span for span in spans if span.trace_id == chosen.trace_id]
     root = _top_of(chosen, by_id)
+    # Without a recorded root the requests of one trace cannot be separated: return all of it.
     if not is_root(root):
         return trace
+    # Leave out what is below another root; spans below no root may belong to this request, and stay.
     return [span for span in trace if (top := _top_of(span, by_id)) is root or not is_root(top)]
 
 

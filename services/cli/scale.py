@@ -21,8 +21,10 @@ def run_scale(
 ) -> None:
     """Measure each size, one after another, print, and plot. Exit code 1 where something was wrong. Raises UserError:
     the plot cannot be written."""
+    # Refuse a path that cannot be plotted to before the measurement, not after it.
     check_plot_file(plot)
     plan = [ScaleOptions(num_workers=size, num_requests=num_requests, charge=charge) for size in sizes]
+    # Progress goes to standard error: standard output has the result alone.
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn("{task.description}"),
@@ -38,6 +40,7 @@ def run_scale(
         for options in plan:
             what = f"{options.num_workers:,} workers, {options.size:,} requests"
             progress.update(bar, description=what)
+            # Without a terminal no bar is drawn: name each size on a line of its own.
             if not console.is_terminal:
                 sys.stderr.write(f"{what}\n")
             rows.append(measure(seed, options, lambda: progress.advance(bar)))
@@ -46,11 +49,13 @@ def run_scale(
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         _print_tables(rows, charge=charge)
+    # With --json the plot's path goes to standard error, so that standard output stays valid JSON.
     if plot is not None:
         from services.bench.drive.plot import plot_sizes
 
         plot_sizes(rows, plot)
         Console(stderr=as_json, highlight=False, soft_wrap=True).print(f"plot: {plot.absolute()}")
+    # Show the first problems only; a single one is enough for exit code 1.
     problems = [(row.workers, problem) for row in rows for problem in row.problems]
     for workers, problem in problems[:MAX_PROBLEMS_SHOWN]:
         sys.stderr.write(f"{workers} workers: {problem}\n")
@@ -62,6 +67,7 @@ def _print_tables(rows: Sequence[ScaleRow], *, charge: bool) -> None:
     console = Console(highlight=False)
     served = _table("workers", "requests", "failed", "requests/s", "TTFT p50", "p99", "tokens reused")
     control = _table("workers", "placed p99", "of TTFT", *CONTROL, "of CPU")
+    # Each size has a row in both tables: what clients get, and what the control plane costs.
     for row in rows:
         served.add_row(
             f"{row.workers:,}",
@@ -81,6 +87,7 @@ def _print_tables(rows: Sequence[ScaleRow], *, charge: bool) -> None:
         )
     console.print(served)
     console.print(control)
+    # Explain the columns below the tables: their headings have room for a word or two only.
     passes = "It passes in virtual time too." if charge else "None of it passes in virtual time."
     for line in (
         "placed: until a gateway knows where to send a request; its share of all TTFT.",

@@ -37,6 +37,7 @@ def simulate(
 ) -> None:
     """Simulate a mesh under faults and check every promise; or with --workers or --sweep measure how it does at a size.
     Exit code 1 where a promise was broken."""
+    # The simulator is an optional part: report that it is missing before the imports below fail.
     check_installed()
     from services.bench.drive.arguments import parse_lengths
     from services.sim.many import SimBatch, run_many, wall_clock
@@ -46,6 +47,7 @@ def simulate(
     if faults == "list":
         sys.stdout.write("\n".join(FAULT_KINDS) + "\n")
         return
+    # `--workers` alone asks for a measurement; with --faults or --scenario it is the size of each simulated mesh.
     if sweep or (workers and faults is None and scenario is None):
         from services.cli.scale import run_scale
         from services.sim.scale import MAX_WORKERS, SIZES
@@ -57,6 +59,7 @@ def simulate(
         sizes = SIZES if sweep else parse_lengths(workers, "--workers", MAX_WORKERS)
         run_scale(sizes, seed, requests or 0, charge=charge, plot=plot, as_json=as_json)
         return
+    # Else simulate faults. Defaults are filled in only here: above, None says that an option was not given.
     _refuse("a simulation of faults measures nothing", {"--plot": plot, "--charge": charge or None})
     num_workers = _num_workers(workers)
     faults, requests = faults or "all", requests or 240
@@ -65,6 +68,7 @@ def simulate(
         kinds=fault_kinds(faults),
         scenario=load_scenario(scenario) if scenario is not None else None,
     )
+    # Progress goes to standard error: standard output has the result alone.
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn("simulating"),
@@ -73,6 +77,7 @@ def simulate(
         TextColumn("requests"),
         TimeRemainingColumn(),
     )
+    # Measure real time out here: simulations replace the process's clock while they run.
     started_s = wall_clock()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("requests", total=requests)
@@ -82,6 +87,7 @@ def simulate(
 
         total = run_many(seed, requests, options, num_jobs=jobs or 0, on_batch=show)
     wall_s = wall_clock() - started_s
+    # Collect the options with which a failed seed can be run again.
     rest = " ".join(
         [f"--faults {shlex.quote(faults)}"]
         + ([f"--workers {num_workers}"] if num_workers else [])
@@ -167,6 +173,7 @@ def _print_table(total: "object", rest: str, wall_s: float) -> None:
     ):
         table.add_row(name, f"{count:,}")
     console.print(table)
+    # Show the first failures in full, each with the command that repeats it; of the others the seeds only.
     for failure in total.failures[:MAX_PROBLEMS_SHOWN]:
         console.print(f"[red]seed {failure.seed}[/red]")
         for problem in failure.problems[:MAX_PROBLEMS_SHOWN]:

@@ -25,6 +25,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
     """Print the workers, or what this one does. Raises UserError where nobody answers."""
     mesh = mesh_meant(options)
     access = access_of(options)
+    # One worker describes itself; all workers together are described by a scheduler, as far as it knows them.
     if worker_id:
         _print_worker(asyncio.run(_describe_worker(access, worker_id)), as_json=as_json)
         return
@@ -32,6 +33,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")
         return
+    # Addresses and restarts come from mesh.json: show them only where that mesh uses this broker.
     console = Console(highlight=False)
     if mesh is not None and access.url != mesh.nats_url:
         mesh = None  # it is another one that is asked for
@@ -42,6 +44,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         console.print(store_table(fleet))
     for line in device_lines(fleet):
         console.print(line)
+    # Below the tables: a line for each thing that is unusual, such as restarts, clocks that differ, orphaned blocks.
     if mesh is not None and mesh.restarts:
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
     if mesh is not None and mesh.resting:

@@ -172,6 +172,7 @@ def _describe(message: Message, tokens: tuple[str, ...]) -> tuple[str, str]:
         return message.gateway_id, _event_text(message)
     if isinstance(message, handoff.HandoffMessage):
         return f"{message.source_worker} → {message.target_worker}", _handoff_text(message)
+    # The fourth word of a subject with one receiver is the receiver's name. Joined block hashes have 16 bytes each.
     match message:
         case PlaceRequest(attempt=attempt, num_prompt_tokens=num, excluded_workers=excluded):
             without = f", not {', '.join(excluded)}" if excluded else ""

@@ -56,14 +56,17 @@ def render_waterfall(
     console.print(_header(spans, rows), soft_wrap=True)
     if parts := _ttft_parts(rows[0].span):
         console.print(Text(parts, style="dim"), soft_wrap=True)
+    # Make the texts first: their widths decide how much room is left for the bars.
     cells = {
         "span": [_label(row) for row in rows],
         "service": [_plain(row.span.service) for row in rows],
         "start": [f"{(row.span.start_ns - begin) / 1e6:.1f}" for row in rows],
         "ms": [f"{(row.span.end_ns - row.span.start_ns) / 1e6:.1f}" for row in rows],
     }
+    # Notes name linked spans, which may be of other traces: an engine step has a trace of its own.
     known = {span.span_id: span for span in spans} | dict(recorded or {})
     notes = [_notes(row, known) for row in rows]
+    # Make the columns after `_fit`: it removes from `cells` a column for which there is no room.
     bar_width = _fit(cells, max(note.cell_len for note in notes), console.width)
     mark = "#" if console.options.ascii_only else "█"
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
@@ -72,6 +75,7 @@ def render_waterfall(
     if bar_width:
         table.add_column(_axis(bar_width, end - begin), no_wrap=True)
     table.add_column("", overflow="fold")
+    # A root is bold, and a failed span is red in all its cells.
     for index, row in enumerate(rows):
         plain = "bold" if is_root(row.span) else ""
         texts = [Text(column[index], style="dim" if title == "service" else plain) for title, column in cells.items()]

@@ -34,15 +34,19 @@ def run_up(launch: Launch) -> int:
 
 async def _up(launch: Launch) -> int:
     console = LastingConsole(highlight=False, soft_wrap=True)
+    # Begin with an empty run folder: its keys, logs and traces are those of the last mesh.
     run_dir = state_dir() / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     private_folder(run_dir)
     stop = asyncio.Event()
     state_file, metrics_file = state_dir() / STATE_FILE, state_dir() / "metrics.json"
 
+    # Each event goes to the state file, where `kvmesh status` reads it; the line is printed even if that fails. Until
+    # the mesh is ready there is no such file: whoever found one would ask a broker that is not there yet.
     def say(text: str) -> None:
         try:
-            _write(state_file, supervisor)
+            if state_file.exists():
+                _write(state_file, supervisor)
         finally:
             console.print(text)
 
@@ -53,11 +57,13 @@ async def _up(launch: Launch) -> int:
             supervisor.kill_all()
         stop.set()
 
+    # SIGHUP is a stop too: it comes when the terminal is closed.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     try:
         if not await _started(console, supervisor, stop):
             return 130
+        # The mesh is up: write where commands, the nats client and Prometheus find it, and then greet.
         _write(state_file, supervisor)
         _write_contexts(run_dir / "nats" / "context", supervisor)
         replace_private(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
@@ -66,6 +72,7 @@ async def _up(launch: Launch) -> int:
         await stop.wait()
         return 0
     finally:
+        # Stop everything however the mesh ended: a start that failed half way leaves services behind.
         with console.status("stopping, once more Ctrl-C: at once ..."):
             await supervisor.stop_all()
         state_file.unlink(missing_ok=True)
@@ -92,6 +99,7 @@ async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event
 def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
     checkpoint = supervisor.checkpoint
     assert checkpoint is not None
+    # Describe the mesh in a few words: its workers, a store, and each service that there are several of.
     shape = f"{launch.num_aggregated} aggregated" if launch.num_aggregated else (
         f"{launch.num_prefill} prefill + {launch.num_decode} decode"
     )  # fmt: skip
@@ -105,6 +113,7 @@ def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
     for name, count in several.items():
         if count > 1:
             shape += f" + {count} {name}"
+    # Use an example that anybody can check: the answer, 7412, is in the prompt.
     body = {
         "model": checkpoint.name,
         "prompt": "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:",
@@ -118,6 +127,7 @@ def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
         placed = ", ".join(f"{name} {device}" for name, device in supervisor.devices.items())
         console.print(f"          on      {placed}")
     console.print("\nTry it:\n")
+    # Print a command for this gateway: with its certificate, and a place for a key where it has tenants.
     gateway = launch.config.gateway
     flags = f" --cacert {gateway.tls_cert}" if gateway.tls_cert else ""
     key = " -H 'Authorization: Bearer KEY'" if gateway.tenants else ""
@@ -126,6 +136,7 @@ def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
         f"  curl -s{flags} {supervisor.url}/v1/completions {headers} -d '{json.dumps(body)}'",
         markup=False,
     )
+    # Name the other commands by a path where `kvmesh` is not on PATH.
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
     named = ", ".join(f"[bold]{command} {name}[/bold]" for name in ("trace", "tail", "top", "sub"))
     home = os.path.relpath(state_dir() / "run")

@@ -232,22 +232,27 @@ class DirectoryCore:
         """Add a page, or a part of one. Pages of different moments make a new start."""
         asked, page = event.asked, event.page
         key = (page.worker_id, page.incarnation)
+        # Another incarnation than the one that was asked has answered: its blocks are not what this reading is about.
         if key != (asked.worker_id, asked.incarnation):
             return self._missing(asked)
+        # An incarnation that was declared dead has answered, so it lives: undo its end, and read all of it.
         if key in self._asked:
             self._asked.discard(key)
             self._ended.pop(key, None)
             return self._start_reading(self._replace(*key, now_ms))
+        # Drop a page of a reading that was given up or begun anew since: its blocks may be outdated.
         holder = self._reader_of(asked)
         if holder is None:
             return []
         if holder.page_sequence not in (None, page.sequence):
             return self._restart_reading(holder, asked)
+        # Mark the blocks under bits that are not shown yet: until the last page, `locate` answers with the old bits.
         holder.page_sequence = page.sequence
         self._add(holder, self._bit(holder, holder.page_bits, page.tier), page.tier, page.block_hashes)
         holder.num_read += len(page.block_hashes) // BLOCK_HASH_BYTES
         if event.is_part:
             return []
+        # The page is complete: ask for the next one, unless the answers do not move on or exceed the holder's room.
         if page.next_offset is not None:
             if page.next_offset <= asked.offset or not page.block_hashes:
                 return self._missing(asked)  # pages without end

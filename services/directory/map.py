@@ -189,9 +189,11 @@ class BlockMap:
         first, and no more than `MAX_PREFIXES` and `MAX_LATER_RUNS`. A run is as long as it can be, but for prompts
         whose holders change so often that the walk ends before the prompt does (`MAX_RUN_ENDS`). It counts what it is
         asked for (`heat`)."""
+        # Look up each block's set of holders, and count the question as heat of the blocks that are known.
         slots = self._find(joined)
         numbers = self._numbers_in(slots)
         self._warm(slots[slots >= 0])
+        # `prefixes`: bits of the one-tier holders that have every block so far. All other runs are in `open_runs`.
         runs: list[Run] = []
         open_runs: dict[WorkerId, Run] = {}
         ended_prefixes: list[tuple[int, int]] = []
@@ -202,6 +204,7 @@ class BlockMap:
         at: int
         number: int
         for at, number in zip(places.tolist(), numbers[places].tolist(), strict=True):
+            # Two sets may differ only in bits that are not shown: then no run begins or ends here.
             mask = self._sets.masks[number] & self._shown
             changed, before = mask ^ before, mask
             if not changed:
@@ -210,6 +213,7 @@ class BlockMap:
                 end_block = at
                 break
             num_ends += changed.bit_count()
+            # At block 0 each holder with one tier begins a prefix; later a prefix can only end.
             if at == 0:
                 prefixes = mask & ~self._several_tiers
                 changed ^= prefixes
@@ -219,9 +223,11 @@ class BlockMap:
                 changed ^= ended
             if changed:
                 runs += self._follow(open_runs, changed, at)
+        # Whatever is still open ends where the walk has ended.
         for run in open_runs.values():
             run.num_blocks = end_block - run.first_block
         runs += open_runs.values()
+        # Make runs of the prefix bits, the longest first, and look up no more owners than the answer has room for.
         num_left = limits.MAX_PREFIXES
         for at, ended in [(end_block, prefixes), *reversed(ended_prefixes)]:
             if num_left > 0:
@@ -316,6 +322,7 @@ class BlockMap:
         any more goes. Those whose new set would be one too many keep theirs."""
         if not len(slots):
             return Changed(0, 0)
+        # Compute the new set once for each distinct old one, and keep only the blocks whose set changes.
         values, sets = self._table.values, self._sets
         before = values[slots]
         distinct, which = _distinct(before & NUMBER)
@@ -328,6 +335,7 @@ class BlockMap:
         values[slots] = order
         is_last = values[slots] == order
         slots, which, before = slots[is_last], which[is_last], before[is_last]
+        # Count the blocks into new sets before they leave the old ones: the number of a set without blocks is reused.
         new_numbers, num_left = list[int](), 0
         counts = np.bincount(which, minlength=len(old_numbers)).tolist()
         for old, mask, num_blocks in zip(old_numbers, new_masks, counts, strict=True):
@@ -340,6 +348,7 @@ class BlockMap:
         for old, new, num_blocks in zip(old_numbers, new_numbers, counts, strict=True):
             if new != old:
                 sets.count(old, -num_blocks)
+        # Write the new numbers and keep the heat beside them; free the slots of blocks that nobody has any more.
         numbers = np.array(new_numbers, dtype=values.dtype)[which]
         values[slots] = numbers | (before & ~NUMBER)
         self._table.free(slots[numbers == NOBODY])

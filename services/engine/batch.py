@@ -100,16 +100,20 @@ class Batch:
             sequence, number = item.sequence, item.sequence.number
             assert sequence.num_computed_tokens == item.start, f"{number} was computed behind the batch's back"
             sequence.num_computed_tokens += item.num_tokens
+            # Count decodes before `_settle` moves the sequence: a prefill that ends here becomes a decode there.
             num_decode_tokens += number in self._decode
+            # A chunk that ends before the last known token samples none. With one token left, a decode follows.
             if not item.samples:
                 if sequence.num_uncomputed_tokens == 1:
                     self._settle(sequence, ended=False)
                 continue
+            # A grammar error fails its own sequence only: the other sequences of the step keep their outcomes.
             outcome = next(left)
             if isinstance(outcome, GrammarError):
                 failed.append(FailedSequence(number, str(outcome), outcome.is_spent))
                 self._settle(sequence, ended=True)
                 continue
+            # The token ends the sequence here, or makes a finished prefill a decode.
             token = append_token(sequence, outcome, self.context_length)
             sampled.append(token)
             self._settle(sequence, ended=token.local_end)

@@ -81,6 +81,7 @@ class _Shape(NamedTuple):
 def read_checkpoint(model: str, engine: EngineName = "transformers") -> Checkpoint:
     """Return what `model`, a folder or a hub id, is. Raises CheckpointError, one line that says what to do, for what
     this engine does not serve."""
+    # Check config.json first: a model that is not served is refused before any weight file is read.
     folder = find_checkpoint(model)
     config_bytes, config = _read_json(folder / "config.json")
     architecture = _check_architecture(config, folder)
@@ -90,12 +91,15 @@ def read_checkpoint(model: str, engine: EngineName = "transformers") -> Checkpoi
     else:
         _check_own_engine(architecture, config, folder)
     shape = _shape(config, folder)
+    # Then the other files: the tokenizer must be there, the weight files must be whole.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer.json: copy the tokenizer's files beside config.json")
     weights = read_weights(folder, config_bytes)
+    # Quantized weights have a storage type such as I32: take the dtype that config.json names for computing.
     dtype = weights.dtype if weights.dtype in DTYPE_NAMES.values() else _computed_in(config)
     return Checkpoint(
         path=str(folder),
+        # The folder of a downloaded model is named by a commit hash: such a model keeps its hub id as its name.
         name=model.rstrip("/") if HUB_ID.fullmatch(model) and not Path(model).is_dir() else folder.name,
         model_type=str(config.get("model_type", "")),
         architecture=architecture,
@@ -147,6 +151,7 @@ def layout_of(
     """
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"dtype {dtype} is not served: choose one of {', '.join(ITEM_BYTES)}")
+    # Compression and format become part of `weights`: the layout's fingerprint, which identifies KV, covers it.
     weights = checkpoint.weights if wire_dtype == "same" else f"{checkpoint.weights}+{wire_dtype}"
     return KVLayout(
         weights=f"{weights}@{kv_format}" if kv_format else weights,
@@ -169,12 +174,14 @@ def default_shape(layout: KVLayout, kv_bytes: int, *, context_length: int, token
     """
     if len(layout.groups) == 1:
         return uniform_shape(layout, kv_bytes // layout.block_bytes)
+    # A windowed group keeps a sequence in a ring of blocks; other groups keep all of it, up to the context length.
     block_size = layout.block_size
     longest = num_blocks_for(context_length, block_size)
     group_bytes = [len(group.layers) * layout.layer_block_bytes for group in layout.groups]
     rings = [
         ring_blocks(group.window, token_budget, block_size) if group.window else longest for group in layout.groups
     ]
+    # Reserve `least`, one sequence of full length, and divide the spare bytes in proportion to `usual`, half a length.
     least = [min(longest, ring) for ring in rings]
     usual = [min(max(1, longest // 2), ring) for ring in rings]
     spare = kv_bytes - sum(count * size for count, size in zip(least, group_bytes, strict=True))
@@ -183,6 +190,7 @@ def default_shape(layout: KVLayout, kv_bytes: int, *, context_length: int, token
             f"{kv_bytes >> 20} MiB of KV do not hold one sequence of {context_length} tokens, which needs "
             f"{(kv_bytes - spare) / (1 << 20):.0f} MiB: raise --kv-mib"
         )
+    # Keep the number of further sequences a fraction, and round per group: so the fraction is used too.
     one_more = sum(count * size for count, size in zip(usual, group_bytes, strict=True))
     num_more = spare / one_more
     return ArenaShape(
@@ -336,15 +344,20 @@ def _computed_in(config: dict[str, Any]) -> str:
 def _check_rope(config: dict[str, Any], name: str) -> None:
     """Raise CheckpointError for a rope that is not served, and where libraries would read different ones: there are an
     older and a newer spelling, for all layers or per layer type, and a checkpoint may hold both."""
+    # Collect all ropes that the config has: a field holds one rope for all layers, or one rope per layer type.
     given = [cast(dict[str, Any], config[key]) for key in ROPE_FIELDS if isinstance(config.get(key), dict)]
     per_type = [[cast(dict[str, Any], part) for part in rope.values() if isinstance(part, dict)] for rope in given]
     ropes = [rope for whole, parts in zip(given, per_type, strict=True) for rope in parts or [whole]]
+    # Refuse a rope that depends on the batch, whether the newer or the older key names its type.
     for rope in ropes:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind in BATCH_DEPENDENT_ROPE:
             raise CheckpointError(f"{name} uses {kind} rope scaling, which is not served: choose another model")
+    # Collect contradictions as (name, one value, other value). First: both keys of one rope name a type.
     said = [("type", rope["rope_type"], rope["type"]) for rope in ropes if {"rope_type", "type"} <= rope.keys()]
     said = [pair for pair in said if pair[1] != pair[2]]
+    # Second: numbers outside of the ropes. Each must be in one of the ropes; where none has it, all names outside
+    # must have the same value.
     outside: dict[str, Any] = {}
     for names in ROPE_NUMBERS:
         known = [rope[names[0]] for rope in ropes if rope.get(names[0]) is not None]
@@ -352,6 +365,8 @@ def _check_rope(config: dict[str, Any], name: str) -> None:
             known = known or [value]
             outside.setdefault(names[0], value)
             said += [(names[0], value, known[0])] if value not in known else []
+    # Third: where both fields hold a rope for all layers, compare them key by key. Numbers from outside and the
+    # default type fill the gaps: what one field leaves out is no contradiction then.
     if len(given) == len(ROPE_FIELDS) and not any(per_type):
         new, old = ({**outside, "rope_type": rope.get("type", "default"), **rope} for rope in given)
         pairs = ((key, new.get(key), old.get(key)) for key in sorted((new.keys() | old.keys()) - {"type"}))
@@ -393,11 +408,13 @@ def _windows(config: dict[str, Any], shape: _Shape) -> tuple[int, ...]:
 
     The engine's self-check refuses a model whose layers see more than is kept.
     """
+    # No window, one that is as long as the context, or one that is switched off: all layers see all tokens.
     window: Any = config.get("sliding_window")
     if not isinstance(window, int) or not 0 < window < shape.context_length:
         return ()
     if config.get("use_sliding_window") is False:
         return ()
+    # Find the layers that slide: `layer_types` decides; without it, the rule of the model's family.
     layer_types: Any = config.get("layer_types")
     model_type = str(config.get("model_type", ""))
     layers = range(shape.num_layers)
@@ -414,6 +431,7 @@ def _windows(config: dict[str, Any], shape: _Shape) -> tuple[int, ...]:
         sliding = [layer >= int(first) for layer in layers]
     else:
         sliding = []
+    # Empty rather than all zeros: the layout's fingerprint covers the windows, and both mean the same KV.
     return tuple(window if slides else 0 for slides in sliding) if any(sliding) else ()
 
 

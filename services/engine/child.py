@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterable
 
 from dataplane.memory.arena import Arena
 from services.ending import hear_no_signal
@@ -36,14 +37,17 @@ SHOWN_BYTES = 15
 def serve_worker(channel: Channel[ToProcess], table: int, bell: int) -> int:
     """Make the engine that a worker wants, and serve until it says that it is enough; return the exit code. `table` and
     `bell`: file descriptors of the layers' table, and of what wakes who looks at it."""
-    order = _receive_first(channel)
+    # Attach the worker's arena: the worker owns this memory, so the KV in it survives the end of this process.
+    order, rest = _receive_first(channel)
     arena = Arena.attach(order.arena, order.nonce, writes=True)
+    # Send a refusal as a message: its line says what the user has to change, which an exit code cannot.
     try:
         loaded = load_host_engine(order.checkpoint, order.shape, arena.buffer, order.worker, order.engine)
     except UserError as error:
         channel.send_message(EngineRefused(str(error)))
         channel.close()
         return 2
+    # The worker reads in shared memory which sequences a step computes, even after this process has died.
     steps = StepTable(table, order.shape.layout.num_layers)
     loop = EngineLoop(
         loaded.steps,
@@ -55,26 +59,32 @@ def serve_worker(channel: Channel[ToProcess], table: int, bell: int) -> int:
     )
     gc.collect()
     gc.freeze()  # what was loaded stays: a collection would look it all through
+    # EngineReady must be the first message to the worker, so the thread that answers requests starts after it.
+    # That thread answers requests for grammars and metrics even while a step runs on this one.
     channel.send_message(EngineReady(loaded.device, tuple(sorted(loaded.rules.eos_token_ids))))
-    threading.Thread(target=_listen, args=(channel, loop), name="listen", daemon=True).start()
+    threading.Thread(target=_listen, args=(channel, loop, rest), name="listen", daemon=True).start()
     has_ended_well = loop.run_steps()
     channel.close()
     return int(not has_ended_well)
 
 
-def _receive_first(channel: Channel[ToProcess]) -> LoadEngine:
+def _receive_first(channel: Channel[ToProcess]) -> tuple[LoadEngine, list[ToProcess]]:
+    """Return the order to load, and what came right behind it."""
     while not (received := channel.wait_messages()):
         pass
-    assert isinstance(received[0], LoadEngine), "that is said first"
-    return received[0]
+    order, *rest = received
+    assert isinstance(order, LoadEngine), "that is said first"
+    return order, rest
 
 
-def _listen(channel: Channel[ToProcess], loop: EngineLoop) -> None:
+def _listen(channel: Channel[ToProcess], loop: EngineLoop, received: Iterable[ToProcess]) -> None:
+    """Put what was received, and all that comes, into the loop."""
     try:
         while True:
-            for message in channel.wait_messages():
+            for message in received:
                 assert not isinstance(message, LoadEngine), "that is said once"
                 loop.put_message(message)
+            received = channel.wait_messages()
     except EOFError:
         os._exit(0)  # nobody is there for whom to compute
     except BaseException:

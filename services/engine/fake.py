@@ -224,12 +224,14 @@ def fake_choices(
     grammar: Grammar | None = None,
 ) -> list[ChosenToken]:
     """Return the tokens of `fake_answer`, with their logprobs where they are wanted. Raises GrammarError."""
+    # A sequence without block tables, as `_Seen` holds its KV, and with a grammar that no step waits for.
     sequence = Sequence(
         RequestId("reference"), 1, list(prompt), len(prompt), sampling, (), stop_token_ids=frozenset(eos)
     )
     if grammar is not None:
         sequence.grammar = Future()
         sequence.grammar.set_result(grammar)
+    # Generate token by token from what the arena would hold. A stop token is a part of the answer.
     seen = _Seen(layout)
     choices: list[ChosenToken] = []
     while len(choices) < sampling.max_tokens:

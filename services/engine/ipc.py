@@ -136,6 +136,7 @@ class Channel(Generic[ReceivedT]):
         del self._unsent[:sent]
 
     def _read(self) -> list[ReceivedT]:
+        # A connection that is reset is an end like one that is closed: the other process is gone in both cases.
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -145,10 +146,12 @@ class Channel(Generic[ReceivedT]):
         if not data:
             raise EOFError("the other side has ended")
         self._unread += data
+        # Decode all whole messages; the beginning of a further one waits in `_unread` for the next call.
         received: list[ReceivedT] = []
         at = 0
         while len(self._unread) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread, at)
+            # Check the length before waiting for the rest: a broken prefix could claim 4 GiB.
             if length > MAX_MESSAGE_BYTES:
                 raise IpcError(f"a message of {length} bytes")
             end = at + _LENGTH.size + length

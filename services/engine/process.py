@@ -118,6 +118,7 @@ class EngineProcess(EngineClient):
 
     def _serve_child(self) -> str:
         """Hear what the engine says until it has ended, which it has when this returns; return how."""
+        # Wait in slices of the step timeout, and add up the slices in which the engine was busy and ended no step.
         child, silent_s, look_s = self._child, 0.0, self._step_timeout_s / LOOKS_A_TIMEOUT
         try:
             while silent_s < self._step_timeout_s:
@@ -128,10 +129,13 @@ class EngineProcess(EngineClient):
                     if isinstance(message, EngineReady | EngineRefused):
                         raise IpcError("it was ready before")
                     self._take(message)
+                # An idle engine is not silent. A busy one must send something about its steps: its other thread answers
+                # requests for grammars and metrics even while a step hangs.
                 if not is_busy or any(isinstance(message, OF_STEPS) for message in messages):
                     silent_s = 0.0
                 else:  # a time in which this process stood still itself counts as one look
                     silent_s += min(time.monotonic() - began_s, look_s)
+            # Kill the process before its death is published: a live process could write to blocks that are reused then.
             child.kill_process()
             return f"the engine's process computed nothing for {self._step_timeout_s:g} s (engine.step_timeout_s)"
         except EOFError:

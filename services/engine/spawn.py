@@ -77,9 +77,11 @@ class EngineChild:
         more than `timeout_s` from its start, and is ended."""
         if self._said is not None:
             return self._said
+        # The starter may still be importing: the time until it forks counts towards `timeout_s`.
         self.process.wait_forked(timeout_s)
         try:
             while True:
+                # The bell may end a wait without a message, so the time that is left is computed for each wait.
                 left_s = self._started_s + timeout_s - time.monotonic()
                 if left_s <= 0:
                     raise UserError(f"the engine's process has not loaded the model within {timeout_s:.0f} s")
@@ -87,11 +89,14 @@ class EngineChild:
                     if isinstance(message, EngineRefused):
                         raise UserError(message.reason)
                     assert isinstance(message, EngineReady), "it says nothing else first"
+                    # Measure load time and memory: from the first engine's time follows how long others may load.
                     self.ready_ms = round(1000 * (time.monotonic() - self._started_s))
                     self.num_bytes = own_bytes(self.process.pid)
                     self._said = message
                     return message
         except BaseException as error:
+            # Leave no process behind. Take the exit code of one that ended by itself before `end_child`, whose kill
+            # would hide it.
             code = self.process.wait() if isinstance(error, EOFError) else None
             self.end_child()
             if code is not None:

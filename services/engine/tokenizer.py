@@ -43,8 +43,10 @@ def read_tokenizer(folder: Path) -> CheckpointTokenizer:
             f"transformers cannot load the tokenizer of {folder} ({type(error).__name__}: {reason}): mend its files, "
             "or choose another checkpoint"
         ) from error
+    # Only a fast tokenizer has a backend of the `tokenizers` library, and only this backend is kept.
     if not getattr(found, "is_fast", False):
         raise CheckpointError(f"{folder} has no tokenizer.json: convert its tokenizer with transformers, save it there")
+    # A checkpoint has one chat template or several named ones, of which `tool_use` is for conversations with tools.
     templates: Any = found.chat_template or ""
     named = {"default": templates} if isinstance(templates, str) else cast(dict[str, str], templates)
     default = named.get("default", "")

@@ -29,8 +29,8 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "f
 
 
 class Weights(NamedTuple):
-    """`identity` is a hex digest, `dtype` the one most of the parameters have in the files, which are named relative to
-    the folder. `is_plain`: whoever loads the folder itself finds these files and no others."""
+    """`identity` is a hex digest, `dtype` the one that most bytes of the parameters have in the files, which are named
+    relative to the folder. `is_plain`: whoever loads the folder itself finds these files and no others."""
 
     identity: str
     dtype: str
@@ -52,6 +52,7 @@ def read_weights(folder: Path, config: bytes) -> Weights:
     second. Two files of equal size and header that differ only between the samples would get one name; trained weights
     do not. Raises CheckpointError.
     """
+    # An adapter would change what is computed, and the identity below does not cover its weights.
     if (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(
             f"{folder} holds an adapter ({ADAPTER_FILE}), which is not served: merge it into the weights and save them "
@@ -59,6 +60,7 @@ def read_weights(folder: Path, config: bytes) -> Weights:
         )
     named: Any = json.loads(config).get(NAMED_BY)
     files, has_metadata = _weight_files(folder, named)
+    # Check each file before it is digested: a file that is cut off gets no identity.
     digest = xxhash.xxh3_128(config)
     num_bytes = 0
     dtypes: Counter[str] = Counter()
@@ -71,6 +73,8 @@ def read_weights(folder: Path, config: bytes) -> Weights:
         num_bytes += path.stat().st_size
     if not dtypes:
         raise CheckpointError(f"{folder} holds no weights: its safetensors files are empty; choose another checkpoint")
+    # The dtype is that of most bytes. A folder is plain where a loader that does not know which files are meant finds
+    # the same ones.
     name = dtypes.most_common(1)[0][0]
     others = {path.name for path in folder.glob("*.safetensors")} != set(files)
     return Weights(
@@ -112,9 +116,11 @@ def _weight_files(folder: Path, named: object) -> tuple[tuple[str, ...], bool]:
         raise CheckpointError(
             f"{NAMED_BY} of {folder}/config.json is no safetensors file, and no index of such: {named!r:.80}"
         )
+    # The name in config.json decides alone, even where the usual files are there as well.
     found = next(
         (name for name in ([named] if named else [SINGLE_FILE, INDEX_FILE]) if (folder / name).is_file()), None
     )
+    # No name may lead out of the folder: a checkpoint could make the engine load any file of this machine.
     if named and (found is None or not _is_inside(named)):
         raise CheckpointError(
             f"{folder} has no {named:.80}, which its config.json names as its {NAMED_BY}: mend one of them"
@@ -125,6 +131,7 @@ def _weight_files(folder: Path, named: object) -> tuple[tuple[str, ...], bool]:
         raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: {hint}")
     if not found.endswith(".index.json"):
         return (found,), True
+    # An index names a file for each tensor. Sort the files: the identity depends on their order.
     try:
         content = cast(dict[str, Any], json.loads((folder / found).read_bytes()))
         files = tuple(sorted(set(cast(dict[str, str], content["weight_map"]).values())))

@@ -45,6 +45,7 @@ async def run_gateway(
 
     Raises UserError for a certificate that cannot be used, too few descriptors, or no tenant seed.
     """
+    # Check the settings first: errors in them are reported before anybody knows of this gateway.
     times = config.times.gateway
     connections = connections_for(config.gateway.max_connections, times)
     tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
@@ -52,6 +53,7 @@ async def run_gateway(
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
+        # Subscribe on the bus before HTTP is served: after `flush` the subscriptions are live, before any tokens come.
         gateway = make_gateway(config, model, gateway_id, bus, telemetry, tasks)
         hosts = (config.gateway.host, *config.gateway.hosts)
         server = Server(HostGuard(GatewayApp(gateway), hosts, times.linger_s), connections, tls)
@@ -62,12 +64,14 @@ async def run_gateway(
         await server.ready.wait()
         if on_ready is not None:
             on_ready()
+        # While the gateway serves, watch the certificate's files: a renewed one is loaded without a restart.
         with contextlib.ExitStack() as until_stop:
             if tls is not None:
                 certificate = certificate_of(tls, config.gateway.tls_cert, config.gateway.tls_key)
                 until_stop.enter_context(certificate.kept(config.times.bus.certificates_look_s))
                 metrics.on_sample(lambda: metrics.set_series(HTTPS_DAYS, {(): certificate.days_left}))
             await stop.wait()
+        # Close the bus last: running requests need it until they end.
         await _stop(gateway, server, serving)
         await bus.close()
 
@@ -85,6 +89,7 @@ async def _stop(gateway: Gateway, server: Server, serving: asyncio.Task[None]) -
 
 def load_model(config: MeshConfig) -> GatewayModel:
     """Read what the gateway needs of the configured checkpoint. Raises UserError."""
+    # Compute the shape of a worker's arena by the same rule as a worker: it bounds how long a request can be.
     try:
         checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
         layout = layout_for(config, checkpoint)
@@ -97,6 +102,7 @@ def load_model(config: MeshConfig) -> GatewayModel:
         tokenizer = read_tokenizer(Path(checkpoint.path))
     except CheckpointError as error:
         raise UserError(str(error)) from error
+    # Unless the configuration names the form of tool calls, recognize it by the template that shows it to the model.
     codec, ends = codec_of(tokenizer), tokenizer.ends(checkpoint)
     named = config.gateway.tool_format
     tool_format = format_of(codec.tools_template) if named == "auto" else named

@@ -120,6 +120,7 @@ class Holder(Generic[MemoryT]):
         self._bus = bus
         self._telemetry = telemetry
         self.outbox = Outbox(bus, parts.worker_id)
+        # Plane and lending core share the leases. The plane calls back on its threads: `post` brings this to the loop.
         leases = LeaseTable()
         self.blocks = LentBlocks[MemoryT](
             worker_id=parts.worker_id,
@@ -135,6 +136,7 @@ class Holder(Generic[MemoryT]):
             leases=leases,
         )
         self.lending = LendCore(limits, memory, leases)
+        # The load is asked for only as metrics are sampled: the owner makes its reporter after this holder.
         block_bytes = parts.shape.layout.block_bytes
         self.measured = HolderMetrics(bus.metrics, lambda: owner.reporter.current_load(now_ms()), leases, block_bytes)
         self._observer = HolderObserver(telemetry, parts.worker_id, self.measured)
@@ -144,6 +146,7 @@ class Holder(Generic[MemoryT]):
         )
         self.peers = Peers(bus, self._times)
         self._heartbeat = Heartbeat(tick_ms / 1000, config.worker.fence_after_ms / 1000)
+        # `start_reading` and `start_serving` set these two: they need a running event loop and its task group.
         self.reads: KVReads
         self._loop: asyncio.AbstractEventLoop
         self.is_leaving = False
@@ -182,6 +185,7 @@ class Holder(Generic[MemoryT]):
         wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same",
     ) -> None:
         """Make what reads for this holder: tasks of `tasks`. `record` hears of each read that has ended."""
+        # A read may take `base_s` and its bytes at the lowest accepted rate: beyond that, computing is quicker.
         layout = self.parts.shape.layout
         settings = ReaderSettings(
             reader_id=self.parts.worker_id,
@@ -191,6 +195,7 @@ class Holder(Generic[MemoryT]):
             times=self._times,
             token_s=layout.block_bytes / layout.block_size / READ_BYTES_PER_S_MIN,
         )
+        # The end of a read goes to `record` first, then as an event to the cores.
         self.reads = KVReads(
             settings=settings,
             bus=self._bus,

@@ -82,6 +82,7 @@ MAX_PEERS = 10_000
 # Copies: blocks that are kept on a second holder, so that they outlive their worker.
 
 OFFER_BLOCKS = 8
+"""So many new blocks of a sequence are offered to its replica at once, however short the last offer is ago."""
 MAX_HEAT_BLOCKS = 65_536
 """A worker that leaves asks how hot so many blocks are, those that it has used last; the directory answers for no more
 (1.4 MB of JSON). Fewer where the broker takes less."""
@@ -103,9 +104,6 @@ LEAVING_SHARE = 2
 
 MAX_RECEIVED_GRAMMAR_CHARACTERS = 2 * 1024 * 1024
 """Long grammars that gateways have told are kept up to here, those asked for last."""
-
-# Stopping.
-
 
 # The process.
 

@@ -74,20 +74,24 @@ def run_service(
     """Serve until a signal, or, supervised, until standard input ends. `starter`: as of `load_parts`. Raises
     UserError."""
     config = _overridden(load_config(config_path), overrides)
+    # The name becomes a word of bus subjects, and so may have only their characters.
     name = service_id or f"{role}-{socket.gethostname().split('.')[0]}"
     if not is_subject_token(name):
         raise UserError(f"--id {name!r} may have letters, digits, - and _ only")
+    # Set up logging and metrics under this name; a holder's metrics carry it as their label `worker`.
     configure_logging(name)
     metrics = Metrics(name if role in HOLDERS else "")
     metrics.prepare(metrics_of(role))
     metrics.on_sample(lambda: metrics.set_series(SERVICE_INFO, {(name,): 1}))
     try:
+        # Find out who this service is on the bus; a broker that is open asks nobody for an identity.
         config = _with_engine(role, config, overrides.engine)
         key = _key_of(role, config, config_path)
         config = with_key(config, key) if key else config
         identity = key.member(name) if key and not config.nats.open else None
         ca = ca_file(config_path.parent / config.nats.keys)
 
+        # Read the key file again at each renewal: it may have been replaced meanwhile.
         def renew() -> Identity:
             found = _key_of(role, config, config_path)
             assert found is not None and identity is not None
@@ -103,6 +107,7 @@ def run_service(
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
             return await _serve(role, name, config, metrics, start, stop, access, supervised=supervised)
 
+        # The exit code says what an operator wants: whether the supervisor starts this service again.
         comes_again = run_until_signal(serve)
         if comes_again is not None:
             sys.exit(EXIT_AGAIN if comes_again else EXIT_DRAINED)
@@ -153,6 +158,7 @@ async def _serve(
     supervised: bool,
 ) -> bool | None:
     """Run a service to its end. Returns what `Start` does."""
+    # Watch what ends the service from outside: its parent, and a broker that closes the connection for good.
     watching = [asyncio.create_task(watch_parent(stop), name="watch parent")] if supervised else []
     telemetry = open_telemetry(role, name, config)
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
@@ -168,6 +174,7 @@ async def _serve(
                 while_ready.enter_context(authority.kept(config.times.bus.certificates_look_s))
                 metrics.on_sample(lambda: metrics.set_series(BUS_CA_DAYS, {(): authority.days_left}))
 
+            # The service calls this once it can answer: only then are metrics served and the ready line printed.
             def on_ready() -> None:
                 gc.collect()
                 gc.freeze()  # what was loaded stays: a collection would look it all through, while nobody is answered
@@ -178,11 +185,13 @@ async def _serve(
             # A gateway has another name in each of its lives, which nobody else can have.
             async with contextlib.nullcontext() if role == "gateway" else holding(bus, name, stop, within_s):
                 comes_again = await start(bus, telemetry, stop, on_ready)
+        # Where the broker has ended the service, fail with its reason: nobody has asked for this end.
         if comes_again is None and ends.done() and ends.result():
             why = f": {bus.last_words}" if bus.last_words else ""
             raise UserError(f"the broker at {access.shown} has closed the connection for good{why}")
         return comes_again
     finally:
+        # Cancel what uses the bus and the telemetry before both are closed.
         ends.cancel()
         for task in watching:
             task.cancel()
@@ -246,6 +255,7 @@ def _service(
     role: str, name: str, config: MeshConfig, metrics: Metrics, identity: Identity | None, starter: int | None
 ) -> Service:
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
+    # Each role imports its own modules only: torch is loaded in workers alone.
     match role:
         case "gateway":
             # It has no use for torch, and transformers' loader of tokenizers would import it: 180 MiB.
@@ -253,6 +263,7 @@ def _service(
             set_environment({"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"})  # a line that there is no torch
             from services.gateway.service import load_model, run_gateway
 
+            # Load the model, start the process for grammars and take the port now: no request has to wait for them.
             model = load_model(config)
             model.grammars.load_tokens()
             sock = bind(config.gateway.host, config.gateway.port)
@@ -272,6 +283,7 @@ def _service(
             from services.store.load import load_store
             from services.store.service import run_store
 
+            # Stores and workers return the ticket secrets that they use: a SIGHUP replaces these in place.
             store = load_store(config, name)
             return (
                 lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics),

@@ -182,6 +182,7 @@ class Supervisor:
 
     async def start_all(self, progress: Progress | None = None) -> None:
         """Start everything, and return once all services are ready. Raises UserError."""
+        # Check policy, store, checkpoint, devices and ports in turn: the first that cannot work ends the start.
         launch = self._launch
         policy_named(launch.config.scheduler)
         await asyncio.to_thread(_check_store, _store_config(launch))
@@ -193,18 +194,22 @@ class Supervisor:
         self._mesh = self._config()
         at_scale(self._mesh)  # what cannot be is refused before anything is started
         self._check_memory(self._mesh)
+        # Write fresh keys unless the user named some. A store's blocks outlive the mesh, and so does their secret.
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not launch.keys:
             MeshKeys.fresh(content_secret=_content_secret() if launch.store else "").save(self.keys_dir)
+        # Start the broker first: every service reads its address from mesh.toml.
         self.nats_url = await self._start_broker()
         self._mesh = changed(self._mesh, {"nats.url": self.nats_url})
         write_config(self._mesh, self._run_dir / "mesh.toml")
+        # Start all processes before waiting for any: each writes on its standard output when it is ready.
         for role, name in launch.services:
             child = Child(role, name, await self._spawn(role, name), time.monotonic())
             self._children.append(child)
             child.follow()
         await self._wait_ready(progress)
+        # Restart services only from here on: one that ends during the start makes the whole start fail.
         self._restarters = [
             lasting_task(partial(self._keep_running, child), f"keep {child.name} running") for child in self._children
         ]

@@ -106,8 +106,10 @@ class SchedulerCore:
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
         """React to what has happened: return what is to be done."""
+        # All events but these three have come through the broker: they prove that this process is not partitioned.
         if not isinstance(event, PingUnanswered | BusConnected | BusProved):
             self._detector.heard(now_ms)
+        # An incarnation that has left counts no more: its end is published again, so that it rejoins as a new one.
         match event:
             case WorkerJoined(worker=info) | WorkerLoad(worker=info):
                 if self._fences.holds(info.worker_id, info.incarnation):

@@ -127,12 +127,14 @@ def post(
     """Send a request. The returned exchange is filled while the gateway answers."""
     exchange = Exchange(delay_s=delay_s)
     payload = msgspec.json.encode(body)
+    # What an ASGI server would pass to the application for this request.
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())],
         "client": ("client", 1), "server": ("gateway", 80), "state": {},
     }  # fmt: skip
+    # The body comes in one message; the next `receive` waits until the client closes the connection.
     unread = [payload]
 
     async def receive() -> Message:
@@ -146,6 +148,7 @@ def post(
         finally:
             exchange.reset()  # an answer that ends without its end
 
+    # A dead gateway accepts no connection. One killed later runs no `finally`: `on_kill` ends the exchange then.
     if gateway.is_dead:
         exchange.reset()
         return exchange

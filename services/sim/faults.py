@@ -30,7 +30,7 @@ class FaultActor:
         which may be the one that is paused."""
         mesh.broker.taps.append(self._hear)
 
-    def begin(self, scenario: Scenario, _exchanges: list[Exchange]) -> None:
+    def begin(self, scenario: Scenario) -> None:
         """Start the scenario's clock."""
         for fault in scenario.faults:
             if fault.on:
@@ -92,10 +92,12 @@ class FaultActor:
 
     async def _strike(self, fault: Fault, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        # Count the fault as it begins. "disconnect" only sets a share: `watch_client` counts each closed connection.
         if fault.do not in ("disconnect",):
             self._counts[fault.do] += 1
         self._log.append(f"{asyncio.get_running_loop().time():.4f} {fault}")
         match fault.do:
+            # The engine ends these two itself, so nothing waits here. Without a living engine they have no effect.
             case "kill_engine" | "hang_engine":
                 living = self._mesh.living(fault.target)
                 if engines := [service.engine for service in living if service.engine is not None]:
@@ -104,6 +106,7 @@ class FaultActor:
             case "kill" | "pause" | "drain" | "partition" | "plane_cut" | "clock_step" | "clock_drift":
                 if living := self._mesh.living(fault.target):
                     await self._strike_service(fault, self._rng.choice(living))
+            # The faults below last `for_s`. `heal` may cancel the wait: it resets broker, bus and network itself.
             case "broker":
                 self._mesh.broker.go_down()
                 await asyncio.sleep(fault.for_s)
@@ -138,13 +141,16 @@ class FaultActor:
                 self._step(service, fault.share)
             case "clock_drift":
                 mesh.drift(service, 1.0 + self._sign() * MAX_DRIFT * fault.share)
+            # Both cut off the data plane, "partition" the bus as well. They end by `until_s`, without a second call.
             case "partition" | "plane_cut":
                 until_s = asyncio.get_running_loop().time() + fault.for_s
                 if fault.do == "partition":
                     mesh.broker.conditions.held_until_s[service.name] = until_s
                 mesh.network.partition(service.name, until_s)
+            # Only "drain" is left: the service is asked to stop, and ends by itself.
             case _:
                 service.stop.set()
+        # Undo what does not end by itself. A drain may take longer than `for_s`; a stepped clock stays as it is.
         await asyncio.sleep(fault.for_s)
         if fault.do == "pause":
             mesh.resume(service)
@@ -152,6 +158,7 @@ class FaultActor:
             mesh.drift(service, 1.0)
         elif fault.do == "drain" and service.task is not None and service.is_running:
             await asyncio.wait([service.task])
+        # Start a killed or drained service again. Once `_is_over` is set, `heal` starts whatever does not run.
         is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:
             mesh.launch(service.role, service.name)

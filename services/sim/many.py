@@ -28,7 +28,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SimBatch:
-    """The sum of several simulations. `digests`: one for each, in order."""
+    """The sum of several simulations. `digests`: one for each; of several processes in the order in which they end."""
 
     verdict: Verdict
     failures: tuple[Failure, ...]
@@ -49,10 +49,12 @@ def run_many(
 
     `num_jobs` 0: one process for each core. `on_batch` is called with each part as it is done.
     """
+    # Use no more processes than there are tasks; a single one needs no pool.
     tasks = list(_tasks(seed, num_requests))
     jobs = min(num_jobs or usable_cores(), len(tasks))
     if jobs <= 1:
         return _sum(_each(tasks, options, on_batch))
+    # Run in waves of `TASKS_PER_CHILD` tasks per process: the end of each pool frees its processes' memory.
     context = multiprocessing.get_context("spawn")
     done: list[SimBatch] = []
     wave = jobs * TASKS_PER_CHILD
@@ -61,6 +63,7 @@ def run_many(
         # (github.com/python/cpython/issues/115634).
         with ProcessPoolExecutor(jobs, mp_context=context) as pool:
             waiting = [pool.submit(run_task, task, options) for task in tasks[start : start + wave]]
+            # Report each batch as it ends: batches end in no fixed order.
             for finished in as_completed(waiting):
                 done.append(finished.result())
                 on_batch(done[-1])

@@ -271,6 +271,7 @@ class SimMesh:
             times=self.config.times,
         )
 
+        # Store the engine in `service`: faults kill it, or let it hang, from outside the worker.
         def make_engine(callbacks: EngineCallbacks) -> SimEngineThread:
             service.engine = SimEngineThread(steps, GRAMMARS.compile, callbacks)
             return service.engine

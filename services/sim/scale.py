@@ -197,26 +197,31 @@ class ScaleWorld(World):
     async def _live(self) -> None:
         shape = self.options.shape
         assert shape is not None
+        # Build the mesh. The bus has the meter, so its work counts for no sender; reads have the measured `tcp` rate.
         self.broker = SimBroker(self._new_rng(), meter=self.meter)
         self.network = SimNetwork(self._new_rng(), latency_s=READ_LATENCY_S, bytes_per_s=READ_BYTES_PER_S)
         self.mesh = ScaleMesh(self.loop, self._new_rng(), shape, self.broker, self.network)
         self.broker.taps.append(self._note)
         self.mesh.start_all()
         await self._until(self._is_ready, READY_WITHIN_S, "the mesh was never ready")
+        # Charge from here on: what the start has cost counts as passed already.
         if self._scale.charge:
             for service in self.mesh.services.values():
                 if service.role in CONTROL:
                     service.process.cpu.passed_s = service.process.cpu.taken_s
                     service.process.is_charged = True
+        # Send the requests between two windows; the difference of the windows is the measurement.
         offered = offer(self._new_rng(), self._scale.size, self._scale.num_workers, PACE, LOAD)
         self._windows.append(self._window())
         last_s = offered[-1].at_s
+        # A timeout is no error here: `_judge` reports every request that has not ended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(last_s + REQUEST_TIMEOUT_S + END_GRACE_S), asyncio.TaskGroup() as tasks:
                 for request in offered:
                     tasks.create_task(self._ask(request), name="client")
                 tasks.create_task(self._check_at(last_s / 2), name="check")
         self._windows.append(self._window())
+        # The measurement is over: what follows only checks the result, and is not charged.
         for service in self.mesh.services.values():
             service.process.is_charged = False
         self._judge()
@@ -242,6 +247,7 @@ class ScaleWorld(World):
 
     async def _answer(self, requests: Requests, seen: Seen) -> None:
         """Do a gateway's part for one request, as its HTTP side would."""
+        # Make the job as the HTTP side would. `ignore_eos` fixes the answer's length, which `_judge` checks.
         request, mailbox = seen.request, Mailbox()
         key = BlockKey(block_size=LAYOUT.block_size, model_fingerprint=LAYOUT.fingerprint)
         job = Job(
@@ -252,18 +258,21 @@ class ScaleWorld(World):
             deadline_ms=now_ms() + round(REQUEST_TIMEOUT_S * 1000),
             trace=requests.telemetry.child_of(""),
         )
+        # Collect the outputs. CPU time that is not charged yet (`lag_s`) delays the first token too.
         live = requests.submit(job, 0, mailbox)
         while seen.ended_s is None:
             for _, output in await mailbox.collect():
                 if isinstance(output, Deliver):
                     if seen.first_s is None:
                         seen.first_s = self.clock.now_s + lag_s()
+                        # `placed_ns` is a reading of the gateway's monotonic clock, which begins at `BOOT_NS`.
                         seen.place_s = (live.times.placed_ns - BOOT_NS) / 1e9 - seen.asked_s
                     seen.num_tokens += len(output.tokens)
                 else:
                     seen.ended_s = self.clock.now_s
                     if not isinstance(output, Finish):
                         seen.failed = output.code if isinstance(output, FailRequest) else output.reason
+        # The prefill worker of a split request computed its prompt: that worker's report has the reused tokens.
         usage = answer_usage([live.core], 1, request.num_prompt_tokens, seen.num_tokens)
         sources = usage.prefill or usage.sources
         seen.num_reused = sources.cached_tokens + sources.transferred_tokens
@@ -300,13 +309,17 @@ class ScaleWorld(World):
         begin, end = self._windows
         shape, seen = self.options.shape, self.seen
         assert shape is not None
+        # Time between the two windows. The CPU time of gateways and workers is a sum over their processes.
         virtual_s, num_requests = end.at_s - begin.at_s, len(seen)
         cpu_s = {role: end.cpu_s[role] - begin.cpu_s[role] for role in (*CONTROL, WORKERS)}
         processes = {"gateway": shape.num_gateways, WORKERS: self._scale.num_workers}
+        # Latencies count every request that got a token, also one that failed later.
         first = [one for one in seen if one.first_s is not None]
         ttft_ms = [(one.first_s - one.asked_s) * 1e3 for one in first if one.first_s is not None]
         place_ms = [one.place_s * 1e3 for one in first]
+        # The offered rate is over the time of sending alone; the served rate is over the whole window.
         offered_s = max(one.asked_s for one in seen) - begin.at_s
+        # The reuse is a share of the answered requests' prompts: others may have no usage.
         computed = [one for one in seen if one.ended_s is not None and not one.failed]
         num_tokens = sum(one.request.num_prompt_tokens for one in computed)
         return ScaleRow(

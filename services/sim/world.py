@@ -126,10 +126,12 @@ class World:
 
     async def _live(self) -> None:
         options = self.options
+        # Build the mesh. Each `_new_rng` draws from the seed: the order of these calls is part of what a seed means.
         self.broker = SimBroker(self._new_rng())
         self.network = SimNetwork(self._new_rng())
         shape = options.shape or random_shape(self._new_rng(), options.num_workers)
         self.mesh = SimMesh(self.loop, self._new_rng(), shape, self.broker, self.network)
+        # Attach the checks before any service starts: they must see every message.
         events = RequestEventTap()
         departures = DepartureTap()
         moves = MoveTap(self.loop.time)
@@ -137,21 +139,26 @@ class World:
         self.broker.taps += [self._note, events.note_event, departures.note_event]
         self.broker.readers += [moves.note_message, self._leaving.note_message]
         self.broker.observes_lost.append(events.miss)
+        # Provide the list of spans before the start: each service makes its exporter as it starts.
         if options.check_spans:
             self.mesh.spans = []
         self.mesh.start_all()
         await self._until(self._is_ready, READY_WITHIN_S, "the mesh was never ready")
+        # Choose faults and requests; the times of both count from now, as the mesh is ready.
         if options.scenario is None:
             names = [name for _, name in shape.services]
             self.scenario = random_scenario(self._new_rng(), options.kinds, names, options.span_s * 1.3)
         requests = make_requests(self._new_rng(), options.num_requests, options.span_s, VOCAB)
+        # Run faults, checks and clients. The timeout raises nothing: `check_exchange` finds requests that never ended.
         actor = FaultActor(self.mesh, self._new_rng(), self.verdict.faults, self.log)
-        actor.begin(self.scenario, [exchange for _, exchange in self.exchanges])
+        actor.begin(self.scenario)
         checking = self.loop.create_task(self._check(), name="check")
         clients = [self.loop.create_task(self._send(request, actor), name="client") for request in requests]
         await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
+        # Repair the mesh first: `_rest` expects every client on the bus and every worker in use.
         await actor.heal()
         await self._rest()
+        # Ask the taps only now: they judge requests that have ended.
         self.verdict.problems += events.problems(may_be_cut=bool(self.verdict.faults.keys() & GATEWAY_FAULTS))
         self.verdict.problems += departures.problems(self._kinds)
         self.verdict.problems += moves.problems(self._kinds)
@@ -196,18 +203,21 @@ class World:
         )
         # What a client has kept while the broker was away is said when it is connected again.
         await self._until(lambda: self.broker.has_all, REST_WITHIN_S, "not all clients of the broker came back")
+        # `held` keeps the result of the last look, to be recorded at the end.
         held: list[Held] = []
 
         def rests() -> bool:
             held[:] = held_at_rest(self.mesh)
             return not held
 
+        # If no message was lost, all must be returned soon. Otherwise leases end by their time: wait for longer.
         if not self.verdict.faults.keys() - LOSSLESS_FAULTS:
             within_s = RETURNED_WITHIN_S
             if "pause" in self.verdict.faults:  # who goes on lends to readers that have waited long enough
                 within_s += self.mesh.config.times.worker.open_lease_within_ms / 1000
             await self._until(rests, within_s, f"not all was given back within {within_s:g} s")
         await self._until(rests, REST_WITHIN_S, "")
+        # Wait until the scheduler uses every worker again: no fault may exclude one for good.
         bus = TypedBus(self.broker.connect("inspector"), "inspector")
         missing = set[str]()
         for _ in range(round(REST_WITHIN_S / CHECK_INTERVAL_S)):
@@ -218,6 +228,7 @@ class World:
         else:
             self.verdict.problems.append(f"the scheduler does not use {', '.join(sorted(missing))} any more")
         await self._until(rests, REST_WITHIN_S, "")  # a copy of the last answer may have begun since
+        # Check the spans. `clock_ns` is what dates of two services may differ by with this run's skew and faults.
         if self.mesh.spans is not None:
             with_kills = any(name in self.verdict.faults for name in ("kill", "drain"))
             with_corruption = "corruption" in self.verdict.faults
@@ -231,6 +242,7 @@ class World:
             )
             if not self.verdict.faults:
                 self.verdict.problems += out_of_order(self.mesh.spans)
+        # Record what is still held, and each send or subscription that the permissions do not cover.
         self.verdict.problems += [what for what, _ in held]
         self.verdict.problems += sorted(self.broker.denied)
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)

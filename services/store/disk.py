@@ -67,6 +67,7 @@ class DiskTier:
         try:
             for folder in _folders_of(self.folder):
                 for file in os.scandir(folder):
+                    # A link is seen as itself and passed over: what it leads to may be anybody's.
                     named = _NAME.fullmatch(file.name)
                     status = file.stat(follow_symlinks=False)
                     if not stat.S_ISREG(status.st_mode):
@@ -77,11 +78,13 @@ class DiskTier:
                     elif _OWN.fullmatch(file.name):
                         Path(file.path).unlink(missing_ok=True)
                         num_removed += 1
+                # Log how far a long scan is: the store serves nothing before the scan ends.
                 if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
                     logged_at = time.monotonic()
                     log.warning("reading %s: %d blocks so far", self.folder, len(found))
         except OSError as error:
             raise TierError(f"cannot read {self.folder}: {error.strerror}") from error
+        # Log what is not used: folders of earlier formats, entries that are no plain files, and removed files.
         for folder in self._earlier:
             if folder.exists():
                 log.warning("%s is of an earlier format and not believed; `kvmesh purge --store` deletes it", folder)
@@ -91,6 +94,7 @@ class DiskTier:
             )
         if num_removed:
             log.warning("removed %d unfinished or cut files from %s", num_removed, self.folder)
+        # Each read renews a file's modification time, so the least recently used values come first.
         found.sort(key=lambda pair: pair[0])
         return [entry for _, entry in found]
 

@@ -71,6 +71,7 @@ def make_parts(
     platform: Platform = THREADS,
 ) -> StoreParts:
     """Return the parts of a store for KV of this layout, `open_tier` unless another is given. Raises UserError."""
+    # Map an arena of as many whole blocks as the configured memory holds, one at least.
     settings = config.store
     num_blocks = settings.memory_bytes // layout.block_bytes
     if num_blocks < 1:
@@ -80,11 +81,14 @@ def make_parts(
         arena = platform.make_arena(shape)
     except ArenaTooLargeError as error:
         raise UserError(str(error)) from error
+    # From here on the arena is mapped: any error must give it back.
     try:
         values = BlockValues(BlockContents(arena, shape, credentials.content_secrets))
+        # A value on the tier is a block and its header: the tier's bound must hold one.
         if settings.url and settings.max_bytes < values.value_bytes:
             raise UserError(f"store.max_bytes = {settings.max_bytes} hold no block of {values.value_bytes} bytes")
         tier = (open_behind or open_tier)(settings, values)
+        # At most a quarter of the blocks may wait to be written: a block that waits cannot be evicted.
         limits = StoreLimits(
             worker_id=WorkerId(store_id),
             fingerprint=layout.fingerprint,
@@ -96,11 +100,13 @@ def make_parts(
             max_unwritten=max(1, num_blocks // 4),
         )
         memory = StoreMemory(limits, layout, num_blocks, tier.name if tier else None)
+        # Learn what the tier has from earlier runs, and delete what is over the bound.
         if tier is not None:
             _restore(memory, tier)
     except BaseException:
         arena.close()
         raise
+    # Each start is a new incarnation: events and leases of an earlier run do not count for it.
     info = WorkerInfo(
         worker_id=limits.worker_id,
         incarnation=secrets.token_hex(8),

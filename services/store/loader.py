@@ -104,9 +104,11 @@ class Loader:
     async def _load(self, backing: Backing, keys: list[StoreKey], blocks: list[int]) -> None:
         """Fill blocks, a batch after the other: what is in place can be lent while the rest is still coming. Ends early
         when nobody asks for it any more."""
+        # The start counts as the first question for the load; each reader that waits for it renews the time.
         size, me = backing.batch_blocks, asyncio.current_task()
         assert me is not None, "it runs in a task"
         self._asked_s.setdefault(me, time.monotonic())
+        # A batch is what one call of the tier carries; up to `LOAD_AHEAD` of them are under way.
         waiting = deque((keys[at : at + size], blocks[at : at + size]) for at in range(0, len(keys), size))
         under_way: deque[tuple[list[StoreKey], list[int], asyncio.Task[Loaded]]] = deque()
         try:
@@ -114,15 +116,18 @@ class Loader:
                 while waiting and len(under_way) < LOAD_AHEAD:
                     part = waiting.popleft()
                     under_way.append((*part, self._tasks.create_task(backing.load_blocks(*part), name="load a batch")))
+                # A batch stays in `under_way` until it has ended: the cleanup of a cancelled load looks there.
                 part_keys, part_blocks, loading = under_way[0]
                 loaded = await loading
                 under_way.popleft()
                 self._arrived(part_keys, part_blocks, loaded)
+                # If a value is missing or nobody asks any more, begin no further batch: the waiting blocks go back.
                 is_wanted = time.monotonic() - self._asked_s[me] < self._times.unasked_s
                 if len(loaded.tags) < len(part_keys) or not is_wanted:
                     while waiting:
                         self._arrived(*waiting.popleft(), Loaded([], []))
         finally:
+            # Blocks of batches that have not ended are not given back: a thread may still fill them.
             self._slots.release()
             for part_keys, *_ in (*waiting, *under_way):
                 for key in part_keys:

@@ -63,6 +63,7 @@ class ValkeyTier:
         self._earlier = tuple(map(_prefix_of, earlier))
         self._value_bytes = value_bytes
         self._ttl_s = ttl_s
+        # Make the client. It connects with its first command, so only an invalid URL fails here.
         try:
             parts = urlsplit(url)
             self._address = f"{parts.hostname}:{parts.port or 6379}"  # in messages never the URL: it has the password
@@ -75,6 +76,7 @@ class ValkeyTier:
             )
         except ValueError as error:
             raise UserError(f"the store's URL is not one of a server: {error}") from error
+        # A server that does not answer ends the start, and not the first read.
         self._client = cast("_Client", client)
         try:
             with self._errors():
@@ -87,17 +89,21 @@ class ValkeyTier:
         ttls_ms: dict[StoreKey, int] = {}
         logged_at = time.monotonic()
         with self._errors():
+            # Keys of earlier formats are only counted, for the warning below.
             num_earlier = sum(len(names) for prefix in self._earlier for names in self._pages(prefix))
             for names in self._pages(self._prefix):
+                # Ask for size and time to live of all keys of a page in one round trip.
                 pipeline = self._client.pipeline(transaction=False)
                 for name in names:
                     pipeline.strlen(name)
                     pipeline.pttl(name)
                 replies = pipeline.execute(raise_on_error=False)
+                # A key may have vanished meanwhile or hold another type: only values of the right size count.
                 for name, size, ttl_ms in zip(names, replies[::2], replies[1::2], strict=True):
                     key = self._key_of(name)
                     if key is not None and size == self._value_bytes and isinstance(ttl_ms, int):
                         ttls_ms[key] = ttl_ms
+                # Log how far a long scan is: the store serves nothing before the scan ends.
                 if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
                     logged_at = time.monotonic()
                     log.warning("reading the keys of %s: %d blocks so far", self._address, len(ttls_ms))

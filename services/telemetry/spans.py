@@ -88,6 +88,7 @@ class Telemetry:
         self._sampler = TraceIdRatioBased(self.config.sample_ratio)
         self._ring = Ring()
         self._exporters = exporters
+        # Without exporters no span is made, so nothing reads the resource.
         if exporters:
             self._resource = _resource(role or service, service)
         interval_ms = self._times.export_interval_s * 1000
@@ -135,10 +136,12 @@ class Telemetry:
         `peer`: the role of the service that was asked; empty: none was, or it is not known. Of such spans back ends
         draw their graph of services: their kind is client, and they name that service (`peer.service`).
         """
+        # Take the ids that were given out before, or make new ones; without exporters the ids are all that is needed.
         above = parse_traceparent(parent)
         context = parse_traceparent(own) or self._below(above)
         if not self._processors:
             return own or traceparent_of(context)
+        # Each span has the sampled flag, or the SDK's processors would drop it. What is exported is decided below.
         span = ReadableSpan(
             name=name,
             context=SpanContext(context.trace_id, context.span_id, is_remote=False, trace_flags=_SAMPLED),
@@ -152,6 +155,7 @@ class Telemetry:
             end_time=self.clock.date_ns(max(times_ns)),
             instrumentation_scope=_SCOPE,
         )
+        # Export a span if its trace is sampled or was asked for; else the ring keeps it for a later question.
         if context.trace_flags.sampled or self._ring.is_kept(context.trace_id):
             self._export(span)
         else:

@@ -176,14 +176,17 @@ class MeshKeys:
     def fresh(cls, hosts: Sequence[str] = (), *, content_secret: str = "") -> "MeshKeys":
         """`hosts`: what clients call the broker, for its certificate; none: TLS is not used. `content_secret`: by which
         the blocks of its stores are believed; empty: a fresh one. Raises UserError for what is no name or address."""
+        # NATS has a chain of trust: the operator signs the accounts, and each role's key signs the users of that role.
         operator = nats_jwt.new_pair(nats_jwt.OPERATOR)
         account, system = nats_jwt.new_pair(nats_jwt.ACCOUNT), nats_jwt.new_pair(nats_jwt.ACCOUNT)
         signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
+        # Only the mesh's own key has the operator's seed, and those of guests, who get credentials but no key file.
         mesh = MeshKey(
             seed=nats_jwt.seed(operator), account=nats_jwt.public(account), system=nats_jwt.public(system),
             signers={role: nats_jwt.public(pair) for role, pair in signers.items()},
             people={role: nats_jwt.seed(signers[role]) for role in GUESTS},
         )  # fmt: skip
+        # Gateways sign whose a request is. Holders only verify it, and so get the public key alone.
         tenant_seed = fresh_secret()
         own: dict[Role, dict[str, Any]] = {
             Role.GATEWAY: {"tenant_seed": tenant_seed},
@@ -192,6 +195,7 @@ class MeshKeys:
                 "tenant_public_key": TenantSigner(tenant_seed).public_key,
             },
         }  # fmt: skip
+        # The broker resolves accounts from memory: its configuration carries the tokens of both.
         config = (
             f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\nsystem_account: {mesh.system}\n"
             f"resolver_preload: {{\n  {mesh.account}: {mesh.account_token()}\n"

@@ -41,6 +41,7 @@ def add_member(folder: Path, name: str, life_s: int) -> Path:
         raise UserError(
             f"the keys in {folder} were made before there was an {role}: `kvmesh bus-config` makes new ones"
         )
+    # Find the key that signs: guests' seeds are in the mesh's file alone, a service's role has a key file.
     if role in GUESTS:
         signing = RoleKey(role=role, account=mesh.account, seed=mesh.people[role])
     else:
@@ -55,6 +56,7 @@ def add_member(folder: Path, name: str, life_s: int) -> Path:
         members = {**mesh.members, name: (*living, made)}
         replace_private(folder / MESH_FILE, msgspec.json.encode(msgspec.structs.replace(mesh, members=members)))
         private_folder(own)
+        # Write what the member gets, without the role's seed: with that it could be any member of the role.
         if role in GUESTS:
             replace_private(credentials_file(own, role), credentials.encode())
         else:

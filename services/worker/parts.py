@@ -68,13 +68,16 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId, starte
     Raises UserError: no such checkpoint, no room for its KV, no such device."""
     credentials = holder_credentials(config)
     settings = config.worker
+    # Read the model's shape, and check that the memory holds a block of its KV at least.
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
     layout = layout_for(config, checkpoint)
     if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
+    # Size the arena, and find the longest sequence that it can hold; 0: only the model's context bounds it.
     context_length, token_budget = checkpoint.context_length, settings.token_budget
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
+    # Load the engine before the limits are set: the tokens that end an answer come from it.
     placed = _place(config, checkpoint, shape, worker_id, starter)
     log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
     limits = WorkerLimits(
@@ -113,6 +116,7 @@ def _place(
     config: MeshConfig, checkpoint: Checkpoint, shape: ArenaShape, worker_id: WorkerId, starter: int | None
 ) -> _Placed:
     """Return an arena and an engine on the device that is asked for. Raises UserError."""
+    # Decide between CPU and card, and refuse what the engine cannot do there before anything is allocated.
     settings, engine = config.worker, config.engine
     if engine.name == "vllm" and is_card(settings.device):
         raise UserError("vLLM runs on the CPU here, not yet on cards: take --device cpu")
@@ -121,11 +125,13 @@ def _place(
         if engine.spares:
             raise UserError("an engine on a card has no spare: take --spare-engines 0, or --device cpu")
         return _on_card(card, checkpoint, shape, settings)
+    # On the CPU: check the memory first, so that a lack of it is an error message and not a kill by the kernel.
     check_memory(config, checkpoint, available_bytes(), num_workers=1)
     try:
         arena = HostArena.create(shape)
     except ArenaTooLargeError as error:
         raise UserError(str(error)) from error
+    # The arena is mapped from here on: any error must give it back. An engine's own process opens it by name and nonce.
     try:
         if engine.process:
             order = LoadEngine(checkpoint, shape, arena.name, arena.nonce, settings, engine)

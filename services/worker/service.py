@@ -30,6 +30,7 @@ async def run_worker(
 ) -> bool | None:
     """Serve until `stop` is set, or an operator says so; then leave in order. Takes ownership of the parts' arena.
     Return whether an operator wants it to be started again; None: no operator has told it to leave."""
+    # The engine's thread shares the interpreter with the event loop: at Python's 5 ms each hop of a hand-over may wait.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics = metrics or Metrics(parts.worker_id)
     bus = TypedBus(connection, parts.info.role, metrics)
@@ -38,14 +39,17 @@ async def run_worker(
         metrics.show_library(partial(worker.engine.library_text, LIBRARY_METRICS))
     try:
         async with asyncio.TaskGroup() as tasks:
+            # The worker joins once all its subscriptions are there: the first requests may come at once.
             await worker.begin_serving(tasks)
             timeout_s = config.times.worker.answer_timeout_s
             await Inbox(worker, parts.worker_id, bus, telemetry, timeout_s).start_listening(tasks)
             worker.reporter.publish_joined()
+            # The timers also run while the worker leaves: they renew the leases in use, and `leave` cancels them.
             timers = Timers(worker, parts.worker_id, bus, config.times)
             timing = tasks.create_task(timers.run(), name="timers")
             if on_ready is not None:
                 on_ready()
+            # Serve until the process or an operator ends it; migrate what runs or finish it; then leave in order.
             await ended_before(stop, _wait_for(worker.told_to_leave))
             await drain(worker, config)
             await worker.leave(timing)

@@ -99,6 +99,7 @@ class Worker:
         self._config = config
         self._times = config.times.worker
         self._bus = bus
+        # The holder makes the lease table, and lends from the cache and leases that the cores below change.
         self.holder = Holder(parts, cache, limits, config, bus, telemetry, self, tick_ms=self._times.tick_ms)
         leases = self.holder.blocks.leases
         self._cache = cache
@@ -110,9 +111,11 @@ class Worker:
         # Blocks may have become free: what waits for some is begun.
         cores = (self.core, self._copies, self.holder.lending)
         self.rules = Rules([core.rules() for core in cores], [self.core.admit])
+        # The load is asked for only as metrics are sampled: `reporter` is made further below.
         measured = WorkerMetrics(metrics, lambda: self.reporter.current_load(now_ms()))
         self._observer = WorkerObserver(telemetry, parts.worker_id, measured, self._rates, self.core)
         self._record = ReadRecords(layout.block_size, self._rates, measured).record
+        # The engine's threads post to the event loop; from there its events go through `step`, as all others do.
         self._feed = EngineFeed(
             parts, self.holder.blocks, self.core, post=self.holder.post, step=lambda event: self.step(event, "engine")
         )

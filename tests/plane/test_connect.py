@@ -1,9 +1,11 @@
 """Which carrier is taken, and why."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
@@ -11,7 +13,10 @@ from dataplane.cards.arena import CardArena
 from dataplane.carriers.carrier import AUTO, KVArena
 from dataplane.carriers.host import HostArena
 from dataplane.ends.choice import BrokenCarriers, CarrierChoice, CarrierImpossibleError, choices
+from dataplane.ends.connections import Cancellation, connect_tcp
+from dataplane.protocol.stream import TransferFailedError
 from schemas.handoff import Endpoint
+from schemas.kv import ReadEnd
 from tests.plane.fake_card import Fabric, FakeCard
 
 SHAPE = uniform_shape(
@@ -117,3 +122,17 @@ def test_offered() -> None:
         assert card.offered(AUTO) == ("cuda", "tcp")
     with place(card="A", has_nccl=True) as card:
         assert card.offered(AUTO) == ("cuda", "nccl", "tcp") and card.offered("tcp") == ("tcp",)
+
+
+def test_an_address_of_a_family_that_this_machine_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        families, address = (10_000, socket.AF_INET), ("127.0.0.1", port)
+        lacking, there = ((family, socket.SOCK_STREAM, 0, "", address) for family in families)
+        holder = msgspec.structs.replace(endpoint("tcp"), host="holder.example", port=port)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking, there])
+        connect_tcp(holder, 5.0, Cancellation()).close()
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking])
+        with pytest.raises(TransferFailedError, match="not supported") as caught:
+            connect_tcp(holder, 5.0, Cancellation())
+        assert caught.value.code is ReadEnd.CONNECT

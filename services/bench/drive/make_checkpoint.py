@@ -38,6 +38,7 @@ def make_random_checkpoint(
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
+    # Describe the model in transformers' names. `config_fields` come last, so that they override the other values.
     fields: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -55,9 +56,11 @@ def make_random_checkpoint(
         **config_fields,
     }
     config = cast(Any, AutoConfig).for_model(architecture, **fields)
+    # Draw the weights in a fork of torch's generator: `seed` decides them, and the caller's random state is kept.
     with cast(Any, torch.random).fork_rng(devices=[]):
         cast(Any, torch).manual_seed(seed)
         model = cast(PreTrainedModel, cast(Any, AutoModelForCausalLM).from_config(config, dtype=getattr(torch, dtype)))
+    # Save the model, and copy a tokenizer beside it: the folder is then a whole checkpoint.
     logging.disable_progress_bar()  # it is done in a moment
     cast(Any, model).save_pretrained(folder)
     copy_tokenizer(tokenizer_from, folder)

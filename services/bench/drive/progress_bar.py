@@ -18,6 +18,7 @@ def progress(
 ) -> Generator[Callable[[], None]]:
     """Give a function to be called after each of `total` steps. None: only the time that it has taken is shown."""
     console = Console(stderr=True)
+    # On a terminal: a bar. Without a total there is no count and no remaining time to show.
     if console.is_terminal:
         known = (MofNCompleteColumn(), TimeRemainingColumn()) if total else ()
         columns = (TextColumn("{task.description}"), BarColumn(), *known, TimeElapsedColumn())
@@ -25,6 +26,7 @@ def progress(
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
         return
+    # Elsewhere (a file, a pipe): count the steps, and write a line at intervals.
     num_done = 0
 
     def advance() -> None:
@@ -40,10 +42,12 @@ def progress(
             sys.stderr.write(f"{what}: {share}{time.monotonic() - started:.0f} s\n")
             wait_s = interval_s
 
+    # Write the lines from a thread: they must also appear while a single step takes long.
     teller = threading.Thread(target=show, name="progress", daemon=True)
     teller.start()
     try:
         yield advance
     finally:
+        # End the thread before the caller goes on, also after an error: no line may follow the block.
         ended.set()
         teller.join()

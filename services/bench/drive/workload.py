@@ -104,13 +104,16 @@ def scale_trace(
     """
     if not 0 < scale <= TRACE_BLOCK or speed <= 0:
         raise UserError(f"--scale must lie over 0 and be at most {TRACE_BLOCK}, --speed over 0")
+    # Round the block, not each length: all blocks have one size, so equal hash ids still give equal tokens.
     block_tokens = max(1, round(TRACE_BLOCK / scale))
     first_ms = min((request.timestamp for request in trace), default=0.0)
     scaled: list[ReplayRequest] = []
     for request in trace:
+        # The last block may be partial: scale its tokens separately, and keep at least one.
         tail = request.input_length - TRACE_BLOCK * (len(request.hash_ids) - 1)
         tail_tokens = min(block_tokens, max(1, round(tail * block_tokens / TRACE_BLOCK)))
         wanted = block_tokens * (len(request.hash_ids) - 1) + tail_tokens
+        # The answer takes its part of the context first, but leaves at least one token for the prompt.
         num_output = min(max(1, round(request.output_length * block_tokens / TRACE_BLOCK)), context_length - 1)
         num_prompt = min(wanted, context_length - num_output)
         scaled.append(
@@ -169,12 +172,15 @@ def make_trace(
     """Return a made-up trace of conversations. Each begins with one of a few system prompts, and each turn's prompt
     is the previous one and more."""
     rng = random.Random(seed)
+    # Ids below this one are the blocks of the system prompts, which conversations share.
     next_id = SYSTEM_BLOCKS * num_systems
     requests: list[TraceRequest] = []
     for _ in range(num_conversations):
+        # Begin a conversation: choose its system prompt and the time of its first turn.
         system = rng.randrange(num_systems)
         ids = list(range(system * SYSTEM_BLOCKS, (system + 1) * SYSTEM_BLOCKS))
         at_ms = rng.uniform(0, duration_s * 1e3)
+        # Grow the conversation turn by turn: its full blocks are also in all later prompts.
         for _ in range(rng.randint(1, turns)):
             grown = rng.randint(1, 6)
             ids = [*ids, *range(next_id, next_id + grown)]

@@ -110,6 +110,8 @@ class TransformersEngine:
             # OpenMP keeps its number of threads per calling thread.
             torch.set_num_threads(self._num_threads)
             self._thread = threading.get_ident()
+        # Put the tokens of all items into one row, in the order of items that `StepAttention` assumes. Positions count
+        # within each sequence.
         attention = StepAttention(self._arena, items, self._card and self._card.mark)
         token_ids: list[int] = []
         positions: list[int] = []
@@ -117,6 +119,8 @@ class TransformersEngine:
             end = item.start + item.num_tokens
             token_ids += item.sequence.token_ids[item.start : end]
             positions += range(item.start, end)
+        # The model passes unknown arguments on to its attention, so the step reaches `paged_attention`. KV is in the
+        # arena, so the library keeps no cache.
         arguments: dict[str, Any] = {STEP_ARGUMENT: attention}
         output = self.model(
             input_ids=self._arena.indices(token_ids)[None],
@@ -125,6 +129,7 @@ class TransformersEngine:
             logits_to_keep=self._arena.indices(rows),
             **arguments,
         )
+        # A layer that did not call this attention has no KV in the arena, which later steps would read.
         if attention.layers_seen != list(range(self.layout.num_layers)):
             raise EngineFailedError(
                 f"attention ran for layers {attention.layers_seen}, not each of {self.layout.num_layers}"
@@ -154,11 +159,14 @@ def load_engine(
     """
     arena = KVTensors(shape, arena_buffer)
     torch.set_num_threads(num_threads)
+    # On a card, load and check on the stream on which the steps will run.
     with nullcontext() if card is None else card.active():
         model = _moved(load_model(checkpoint, shape.layout.dtype), checkpoint, arena.device)
         engine_over = partial(
             TransformersEngine, model, vocab_size=checkpoint.vocab_size, num_threads=num_threads, card=card
         )
+        # Check in a small arena of its own: a spare or a restarted engine loads while others use the blocks of the real
+        # arena.
         small = check_shape(shape.layout)
         memory = torch.zeros(small.arena_bytes, dtype=torch.uint8, device=arena.device)
         check_logits(engine_over(KVTensors(small, memory)), model, checkpoint)  # also ends the first call's latency
@@ -187,6 +195,7 @@ def check_logits(engine: TransformersEngine, model: PreTrainedModel, checkpoint:
 
     Raises CheckpointError.
     """
+    # A prompt of fixed token ids, so that each check of a checkpoint computes the same; it needs no tokenizer.
     layout = engine.layout
     num_tokens = sum(CHECK_CHUNKS)
     num_blocks = num_blocks_for(num_tokens, layout.block_size)
@@ -198,6 +207,7 @@ def check_logits(engine: TransformersEngine, model: PreTrainedModel, checkpoint:
         sampling=SamplingParams(max_tokens=1),
         tables=(BlockTable((Segment(0, num_blocks),)),) * len(layout.groups),
     )
+    # Compute it in chunks: the later ones have to read the KV of the earlier ones from the arena.
     paged: list[Tensor] = []
     start = 0
     try:
@@ -209,6 +219,8 @@ def check_logits(engine: TransformersEngine, model: PreTrainedModel, checkpoint:
         raise CheckpointError(
             f"{checkpoint.architecture} cannot run on paged KV ({error}): choose another architecture"
         ) from error
+    # Compare with the library's attention over the whole prompt at once. The difference is relative, as models differ
+    # in the scale of their logits, and `not <=` refuses NaN as well.
     ours, theirs = torch.cat(paged), _library_logits(model, sequence.token_ids)
     difference = float((ours - theirs).abs().max() / (theirs.max() - theirs.min()).clamp(min=1e-30))
     if not difference <= CHECK_TOLERANCE[layout.dtype]:
@@ -238,12 +250,14 @@ def load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
     cast(Any, AttentionInterface).register(ATTENTION_NAME, paged_attention)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    # Load the config alone first: here a ValueError or KeyError means an unknown architecture.
     try:
         cast(Any, AutoConfig).from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"transformers does not know the architecture {checkpoint.architecture}: choose another, or upgrade it"
         ) from error
+    # Load only the weights that were digested, never pickled ones, and run no code of the checkpoint.
     try:
         with engine_folder(checkpoint) as folder:
             loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
@@ -260,6 +274,7 @@ def load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
         raise CheckpointError(
             f"transformers cannot load {checkpoint.path} ({type(error).__name__}: {reason}): choose another checkpoint"
         ) from error
+    # transformers initializes weights that it does not find at random and goes on: refuse such a model.
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     missing = sorted(str(key) for key in (*info.get("missing_keys", ()), *info.get("mismatched_keys", ())))
     if missing:

@@ -60,6 +60,7 @@ class EngineLink:
         self._half = layout.block_size * layout.token_bytes
         self._planes: list[tuple[Pages, Pages]] = []
         self.use(shape, arena)
+        # Empty until `attach`: vLLM creates its KV cache, and with it the layers and groups, only while it loads.
         self._pages: list[Pages] = []
         self.group_pairs: list[GroupPair] = []
         self._pair_of_layer: list[int] = []

@@ -58,17 +58,20 @@ def load_vllm(
     Raises UserError where vLLM is not installed or its KV is of another format, CheckpointError where it does not take
     the checkpoint or the arguments, or fails its check.
     """
+    # Refuse what can be refused before the import, which takes seconds. OpenMP reads its variable as it is loaded.
     check_args(args)
     version = installed_version()
     set_environment({"OMP_NUM_THREADS": str(num_threads)})
     import_vllm()
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415
 
+    # Compare the formats before the model is loaded: other services identify this KV by `kv_format`.
     _check_format(cpu_format(version, _packing(shape.layout), shape.layout.dtype, args), kv_format)
     ours = _engine_args(checkpoint, shape, token_budget, kv_bytes)
     # Not in the arena: of an engine that is started again, others may be reading what it has left there.
     scratch = msgspec.structs.replace(shape, num_blocks=(self_check.NUM_BLOCKS,) * len(shape.num_blocks))
     link = EngineLink(scratch, memoryview(bytearray(scratch.arena_bytes)))
+    # The link exists before the engine: vLLM creates the connector itself, which looks up the link by its name.
     try:
         with engine_folder(checkpoint) as folder:
             ours["model"] = str(folder)
@@ -84,6 +87,7 @@ def load_vllm(
         context_length=checkpoint.context_length,
         token_budget=token_budget,
     )
+    # The link gets the worker's arena only after the check: an engine that fails it has not touched this arena.
     try:
         self_check.check_steps(steps, local, link)
     except (EngineLostError, StepFailedError) as error:

@@ -65,6 +65,7 @@ class TrackedSequence:
         blocks that another one of the same step computes. What is present already is never saved again: somebody may
         be reading it.
         """
+        # A promise is loaded once: from the next step on vLLM has these blocks itself.
         size, end = self.layout.block_size, start + num_tokens
         loaded, self.load_from = self.load_from, None
         num_whole, announced = end // size, end // size * size
@@ -72,6 +73,7 @@ class TrackedSequence:
             # A hand-over's last block goes as it is: nobody attends to what lies behind the prompt.
             num_whole = num_blocks_for(self.num_given, size)
             announced = num_whole * size
+        # For each pair of groups, load what was promised up to `start`, and save what the arena lacks up to here.
         loads: list[tuple[Run, ...]] = []
         saves: list[tuple[Run, ...]] = []
         for pair in self.group_pairs:
@@ -84,6 +86,7 @@ class TrackedSequence:
                 wanted = range(first // size, num_blocks_for(start, size))
             loads.append(self._runs(pair, wanted, engine_blocks))
             saves.append(self._runs(pair, range(self.num_present // size, num_whole), engine_blocks))
+        # The padding of a hand-over's last block is announced, but it holds no tokens of the sequence.
         self.num_present = max(self.num_present, min(announced, end))
         return Copies(self, start, end, tuple(loads), tuple(saves), announced)
 

@@ -45,11 +45,13 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
 
     Writes into the first NUM_BLOCKS blocks of what the link uses.
     """
+    # The last block is half full: a hand-over must announce it as a whole one.
     check = _Check(steps, engine, link)
     size = link.layout.block_size
     prompt = [1 + (7919 * at) % 250 for at in range(3 * size + size // 2)]
     blocks = list(range(4))
 
+    # Prefill: the second part loads the block of the first, and each step announces all layers, in order.
     first = check.compute_token(prompt[: size + 1], blocks, 0)
     heard = _Heard()
     whole = check.compute_token(prompt, blocks, size, heard)
@@ -60,14 +62,17 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     check.expect(announced, wanted, "its layers were announced otherwise")
     check.expect(link.saved_is_intact(), True, "blocks changed after they were saved")
 
+    # Decode from the loaded blocks, and once more from nothing in other blocks: the logits must agree.
     tokens = [*prompt, whole.token]
     after = check.compute_token(tokens, blocks, len(prompt))
     check.expect((after.copies.start, after.copies.end), (len(prompt), len(tokens)), "it did not go on behind a prompt")
     other = check.compute_token(tokens, [6, 4, 5, 7], 0)
     check.close(after.logits, other.logits, "what it computes from loaded blocks is not what it computes by itself")
+    # Decode with a wrong block: if the logits stayed the same, they would not depend on the arena.
     with link.confused(blocks[2], blocks[0]):
         confused = check.compute_token(tokens, blocks, len(prompt))
     check.expect(np.array_equal(confused.logits, after.logits), False, "it does not read the blocks that it loads")
+    # vLLM may have cached the wrong block itself by now: no request may be served from it.
     engine.forget_blocks()
 
 

@@ -169,6 +169,7 @@ class VllmSteps:
         self._engine.close()
 
     def _result(self, outputs: list[Output], started_ns: int, failed: list[FailedSequence]) -> StepResult:
+        # Note what was computed before any token is appended: a decode is recognized by the end of `token_ids`.
         num_prefill = num_decode = 0
         computed: list[tuple[int, int]] = []
         for copies in self._link.step:
@@ -177,12 +178,14 @@ class VllmSteps:
                 num_decode += 1
             else:
                 num_prefill += num_tokens
+            # In its first step a sequence starts behind the tokens that vLLM had in its own prefix cache.
             if sequence.number not in self._started:
                 sequence.num_reused_tokens = max(0, copies.start - sequence.num_computed_tokens)
             # One that vLLM had put aside begins again: what is in the arena stays.
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, copies.end)
             self._started.add(sequence.number)
             computed.append((sequence.number, sequence.num_computed_tokens))
+        # Then the tokens: `_take` appends them, and forgets the sequences that end.
         sampled: list[SampledToken] = []
         for output in outputs:
             self._take(output, sampled, failed)
@@ -203,8 +206,10 @@ class VllmSteps:
         sequence, name = self._link.sequences.get(output.request_id), output.request_id
         if sequence is None:
             return
+        # The prompt's logprobs come first: `append_token` sends them with the answer's first token.
         if output.prompt_logprobs and not sequence.prompt_logprobs:
             sequence.prompt_logprobs += _prompt_logprobs(sequence, output.prompt_logprobs)
+        # Where no token could be chosen vLLM has taken token 0, and may go on with it: abort the request.
         token_ids, outcome = [*output.outputs[0].token_ids], self._link.outcomes.get(name)
         if isinstance(outcome, GrammarError):
             if not output.finished:
@@ -212,10 +217,12 @@ class VllmSteps:
             self._forget(sequence.number)
             failed.append(FailedSequence(sequence.number, str(outcome), outcome.is_spent))
             return
+        # vLLM must have taken the token that our sampler has chosen, and none where the step computed prompt only.
         if token_ids != ([] if outcome is None else [outcome.token_id]):
             raise EngineLostError(f"vLLM gives {name} tokens {token_ids}, and what was chosen is {outcome}")
         tokens = [] if outcome is None else [append_token(sequence, outcome, self._context_length)]
         sampled += tokens
+        # Both sides must agree on the end: otherwise one of them keeps a request that the other has dropped.
         ended = any(token.local_end for token in tokens)
         if ended != output.finished:
             raise EngineLostError(

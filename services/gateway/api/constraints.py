@@ -156,6 +156,8 @@ def understand(constraint: Constraint, check: CheckGrammar) -> str:
     answer satisfies. Blocks, and may take whatever time and memory there is: only `grammar_child` calls it."""
     document, calls = constraint.document, constraint.calls
     grammars, schemas = list[str](), dict[str, Schema]()
+    # Collect the grammar of each form that the answer may have, and the client's schemas by the fields that have them.
+    # `_lark_of` checks the document's schema; schemas of tools are checked here.
     if document is not None:
         if document.kind == "schema":
             schemas[document.param] = msgspec.json.decode(document.text)
@@ -165,6 +167,7 @@ def understand(constraint: Constraint, check: CheckGrammar) -> str:
         for name, schema in calls.schemas:
             schemas[name] = msgspec.json.decode(schema)
             check_schema(schemas[name], name)
+    # Check the whole. Its error does not say which schema is at fault: try each schema alone to name field and place.
     grammar = joined(list(map(_in_rust, grammars)), constraint.thoughts, behind_space=constraint.behind_space)
     try:
         check(grammar)
@@ -178,6 +181,7 @@ def understand(constraint: Constraint, check: CheckGrammar) -> str:
                 break
         where = f" at {place}" if place else ""
         raise InvalidRequestError(f"`{param}`{where} cannot be held: {reason}", param, constraint.code) from error
+    # Check the bounds of numbers last: a client's own grammar in Lark may have schemas too.
     tried = list(schemas.items())
     if document is not None and document.kind == "grammar":
         tried += [(document.param, schema) for schema, _, _ in _schemas_in_lark(grammars[0])]

@@ -94,6 +94,7 @@ def answer_to(
     `form`: in which the model writes calls. `document`: what the body says of the answer's text. Raises
     InvalidRequestError.
     """
+    # Where no call may come no form is needed. Where one may come, refuse a model whose form of calls is unknown.
     if chat.choice.mode == "none":
         form = None
     elif form is None:
@@ -107,6 +108,8 @@ def answer_to(
         state=state,
         form=form,
         tool_names=frozenset(tool.name for tool in chat.tools if chat.choice.name in ("", tool.name)),
+        # `auto` mode may have no grammar, so that the parser has to end the answer behind a single call. In `required`
+        # mode the grammar allows no second one.
         only_one=not chat.parallel and chat.choice.mode == "auto",
         keeps_reasoning=not chat.splits_reasoning,
         tells_reasoning=chat.tells_reasoning,

@@ -85,6 +85,8 @@ def check_schema(schema: Schema, param: str) -> None:
     """Raise InvalidRequestError for what llguidance would pass over in a schema, or take too long for."""
     known = dict(subschemas(schema))
     targets = {place for each in known for place, _ in _children(each, known[each])} | {()}  # booleans too
+    # Check each keyword. For `multipleOf` the least common multiple of the whole schema counts: remainders are counted
+    # in a machine that has a state for each.
     steps = Fraction(1)
     for place, each in known.items():
         for keyword, value in each.items():
@@ -98,10 +100,12 @@ def check_schema(schema: Schema, param: str) -> None:
             if reason:
                 where = pointer((*place, keyword))
                 raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
+        # Check what several keywords of one schema say together.
         for keyword, reason in (("minProperties", _free_names(each)), ("properties", _optional_names(each))):
             if reason:
                 where = pointer((*place, keyword))
                 raise InvalidRequestError(f"`{param}` at {where}: {reason}", param, "invalid_schema")
+    # Sort the schemas by which of them a value must contain: in a cycle no finite value satisfies them.
     try:
         TopologicalSorter({place: list(_needed(place, each, known)) for place, each in known.items()}).prepare()
     except CycleError as error:

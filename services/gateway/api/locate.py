@@ -83,10 +83,12 @@ class Located:
             request_id=request_id, attempt=1, deadline_ms=deadline_ms, block_hashes=prompt.block_hashes
         )
         try:
+            # The dictionary is weak: a lock is gone once nobody has it or waits for it.
             async with self._asking.setdefault(owner, asyncio.Lock()):
                 found = await self._bus.ask(subjects.LOCATE, (), question, self._timeout_s)
         except BusError as error:
             raise NotNowError("no_directory", f"no directory answers ({error.reason})") from error
+        # The directory answers in blocks, and the reply is in tokens. Only ranges from token 0 on are a held beginning.
         size = self._model.layout.block_size
         held = tuple(
             HeldReply(

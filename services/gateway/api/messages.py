@@ -63,6 +63,7 @@ def _message(body: MessageBody, where: str) -> ChatMessage:
     if role not in ROLES:
         message = f"`{where}.role` must be one of {', '.join(ROLES)}, not {role!r}"
         raise InvalidRequestError(message, f"{where}.role")
+    # Fields have second names: an answer that was refused has its text in `refusal`, and reasoning has two spellings.
     content, reasoning = body.content, body.reasoning_content
     if content is None or content is msgspec.UNSET:
         content = content if body.refusal is None else body.refusal
@@ -70,11 +71,13 @@ def _message(body: MessageBody, where: str) -> ChatMessage:
         content = _text(content, f"{where}.content")
     if not isinstance(reasoning, str):
         reasoning = reasoning if body.reasoning is None else body.reasoning
+    # Refuse fields that only another role has, instead of passing over them.
     for name, value in (("tool_calls", body.tool_calls), ("reasoning_content", reasoning), ("refusal", body.refusal)):
         if value and role != "assistant":
             raise InvalidRequestError(f"`{where}.{name}`: only an assistant's message has it", f"{where}.{name}")
     if body.tool_call_id and role != "tool":
         raise InvalidRequestError(f"`{where}.tool_call_id`: only a tool's message has it", f"{where}.tool_call_id")
+    # Only calls, or an assistant's reasoning, can replace the content.
     if not isinstance(content, str) and not body.tool_calls and not (role == "assistant" and reasoning):
         raise InvalidRequestError(f"`{where}.content` is missing", f"{where}.content")
     return ChatMessage(

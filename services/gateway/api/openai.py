@@ -183,6 +183,7 @@ def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
     """Return how the answer is to be made. Raises InvalidRequestError for what is absurd."""
     name, max_tokens = _max_tokens(body)
     logprobs = _logprobs(body)
+    # Two fields ask for the prompt's logprobs: `prompt_logprobs`, and `echo` with `logprobs`. The larger number counts.
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is not None and body.stream:
@@ -191,6 +192,7 @@ def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
         )
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    # `max_tokens` and the seed differ between prompts and choices: `make_jobs` sets them.
     sampling = SamplingParams(
         max_tokens=0,
         temperature=_or(body.temperature, 1.0),
@@ -208,6 +210,7 @@ def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    # Refuse fields that contradict each other: vLLM's and SGLang's name of one option, or `stream` and its options.
     trims = {body.include_stop_str_in_output, body.no_stop_trim}
     if trims >= {True, False}:
         raise InvalidRequestError("`include_stop_str_in_output` and `no_stop_trim` differ", "no_stop_trim")

@@ -92,6 +92,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
     asked: list[str | list[int]] = []
     check_model(model, options.model)
     parser, constraint = OutputParser(), constraint_in(body)
+    # Tokenize: a chat is one prompt, a completion may have several. A chat's tools and reasoning extend the constraint.
     if isinstance(body, ChatBody):
         param, chat = "messages", chat_of(body)
         token_ids = [encode_chat(model, chat)]
@@ -106,6 +107,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
             encode_text(model, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
             for prompt in asked
         ]
+    # Complete the sampling options by what needs the tokenizer, and refuse options that contradict the constraint.
     default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
     bad_words = _bad_words(model, body.bad_words)
     if constraint is not None:
@@ -113,8 +115,10 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody, max_bytes: int
         check_together(constraint, ignore_eos=ignore_eos, allowed_token_ids=allowed)
     sampling = msgspec.structs.replace(options.sampling, bad_words=bad_words)
     options = msgspec.structs.replace(options, sampling=sampling)
+    # Bound each answer: a resumed attempt carries prompt and answer so far in one message of the bus.
     num_fitting = _num_fitting(model, options, max_bytes, has_grammar=constraint is not None)
     max_tokens = [_max_tokens(model, options, len(ids), num_fitting, default, param, max_bytes) for ids in token_ids]
+    # Detokenizing an answer starts from its prompt's last tokens: both show the same special tokens.
     shown_ids = codec.ids_shown(codec.added_ids if options.shows_special else parser.shown)
     ends = [codec.prompt_end(prompt, shown_ids) for prompt in token_ids]
     return Prepared(
@@ -157,10 +161,12 @@ def make_jobs(
     if must_split and 1 in prepared.max_tokens:
         message = "this request is to be split, and the first token of an answer comes with the prompt: ask for two"
         raise InvalidRequestError(message, prepared.options.max_tokens_param, "not_split")
+    # Always set a seed: a later attempt must draw the same tokens. 62 random bits leave room to add a choice's number.
     options = prepared.options
     base_seed = secrets.randbits(62) if options.seed is None else options.seed
     jobs: list[Job] = []
     is_single = len(prepared.prompts) * options.n == 1
+    # Pack and hash each prompt once for all its choices. Each choice is a request of the mesh, with an id of its own.
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
         packed = pack_prompt(prompt, key)
         for number in range(options.n):
@@ -269,6 +275,7 @@ def _max_tokens(
     max_bytes: int,
 ) -> int:
     """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
+    # Check the prompt: its tokens, and its logprobs where they are wanted, must fit into a message of the bus.
     if num_prompt == 0:
         raise InvalidRequestError(f"`{param}` comes to no tokens", param)
     asked = options.max_tokens
@@ -276,6 +283,7 @@ def _max_tokens(
         _refuse_too_large(f"a prompt of {num_prompt} tokens does", num_fitting, max_bytes, param)
     if (num_top := options.sampling.prompt_logprobs) is not None:
         _check_prompt_logprobs(num_prompt, num_top, max_bytes)
+    # Check the context length. The error names the answer's field only where a shorter answer would fit.
     rest = model.context_length - num_prompt
     if rest < max(1, asked or 1):
         message = too_long(
@@ -285,11 +293,14 @@ def _max_tokens(
         )
         field = options.max_tokens_param if asked is not None and rest >= 1 else param
         raise InvalidRequestError(message, field, CONTEXT_LENGTH_EXCEEDED)
+    # Take an explicit number as it is: the scheduler refuses what no worker has room for. For 0 only the prompt is
+    # wanted, and the mesh computes one token all the same.
     if asked is not None:
         if num_prompt + asked > num_fitting:  # an answer is resumed with what there is of it
             what = f"a prompt of {num_prompt} tokens and an answer of {asked} do"
             _refuse_too_large(what, num_fitting, max_bytes, options.max_tokens_param)
         return max(1, asked)
+    # Without a number the answer may fill what the context, one worker's arena and a message leave.
     room = max(1, min(rest, model.num_worker_tokens - num_prompt, num_fitting - num_prompt))
     if (least := options.sampling.min_tokens) > room:
         raise InvalidRequestError(f"`min_tokens` is over {room}, for which there is room", "min_tokens")

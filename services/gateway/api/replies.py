@@ -91,6 +91,7 @@ class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 def usage_of(request_id: RequestId, served: AnswerUsage) -> UsageReply:
     """Return the usage. OpenAI's cached tokens are those that nobody had to compute for this request."""
     sources = served.sources
+    # An attempt that is not split has no decode worker: its prefill worker decoded too.
     mesh = MeshUsageReply(
         request_id=request_id,
         cached_tokens=sources.cached_tokens,
@@ -105,6 +106,8 @@ def usage_of(request_id: RequestId, served: AnswerUsage) -> UsageReply:
         resumed_tokens=served.resumed_tokens,
         reuse=served.reuse,
     )
+    # Count reused tokens on the worker that computed the prompt. Where a split request lacks that worker's report, the
+    # transferred tokens are those of the hand-over: the prefill worker computed them for this request.
     computing = served.prefill or sources
     is_split = mesh.decode_worker != mesh.prefill_worker
     reused = computing.cached_tokens + (0 if is_split and not served.prefill else computing.transferred_tokens)

@@ -293,6 +293,7 @@ class ResponsesStyle:
             created_at=self._created,
             status=status,
             model=body.model,
+            # Only closed items have a status: an item that is still open is left out.
             output=tuple(item.shown(each) for item, each in zip(self._items, self._statuses, strict=False)),
             error=failure,
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,

@@ -299,6 +299,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
         gateway.metrics.registry.inc(REQUESTS, route, str(error.status), "invalid")
         return _refusal(gateway, error_of_invalid(error), error.status, {}, has_read=False)
     try:
+        # Read and understand the body. A completion may have many prompts, so that its body may be longer.
         if gateway.stopping:
             raise NotNowError("draining", "this gateway is shutting down")
         must_split = asks_to_split(request.headers) or gateway.config.gateway.split == "always"
@@ -311,6 +312,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
             owner = owner_of(request, tenant)
             call = await _call(gateway, observer, tenant, owner, route, body, must_split=must_split)
     except InvalidRequestError as error:
+        # A refusal has a request id and a trace too: begin them here where the body was never read.
         observer = observer or _observer(gateway, request, route)
         observer.refused(error.status, "invalid", error.message)
         reply, status, headers = error_of_invalid(error), error.status, _headers_of(error)
@@ -319,6 +321,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
         observer.refused(fail.status, fail.code, fail.message)
         reply, status, headers = error_of_fail(fail), fail.status, _retry_headers(fail)
     except BaseException as error:
+        # A cancellation also ends here: the observer's spans are recorded only when they end.
         if observer is not None:
             observer.broke(error)
         raise
@@ -394,6 +397,7 @@ async def _call(
     request_id, model = observer.request_id, gateway.model
     deadline_ms = now_ms() + round(gateway.config.gateway.request_timeout_s * 1000)
 
+    # Decoding, tokenizing and hashing grow with the body: `Bodies.understand` moves them to a thread for a long one.
     def understand() -> tuple[Responses | None, Prepared, list[Job]]:
         responses = Responses(payload) if route is Route.RESPONSES else None
         body = decode_body(payload, is_chat=route is Route.CHAT) if responses is None else responses.chat
@@ -407,6 +411,8 @@ async def _call(
 
     responses, prepared, jobs = await gateway.bodies.understand(owner, len(payload), understand)
     options = prepared.options
+    # Make the grammars, one for each prompt: whether an answer begins with a space that is not shown depends on its
+    # prompt. All choices of a prompt share one.
     if prepared.constraint is not None:
         grammars: list[str] = []
         with _own_names(responses):
@@ -415,6 +421,7 @@ async def _call(
                 grammars += [await gateway.grammars.grammar_of(constraint, owner)] * options.n
             _check_room(gateway, tenant, prepared.constraint, set(grammars))
         jobs = [job.held_to(grammar) for job, grammar in zip(jobs, grammars, strict=True)]
+    # Choose how the answer is written. Its id has the number of the request's id, so that either leads to the other.
     texts = TokenTexts(model.codec.token_bytes, model.codec.first_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())
     if responses is not None:
@@ -427,6 +434,7 @@ async def _call(
         style=style,
         options=options,
         jobs=jobs,
+        # Jobs are in the order of prompts, `n` for each.
         choices=[_choice(model, prepared, number // options.n) for number in range(len(jobs))],
         num_prompt_tokens=sum(map(len, prepared.prompts)),
         timeout_s=gateway.config.gateway.request_timeout_s,

@@ -51,6 +51,7 @@ class TextCodec:
         special: Mapping[str, str] | None = None,
         tools_template: str = "",
     ) -> None:
+        # The tokenizer's file may ask to cut or pad texts: a prompt must be encoded as it is.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -58,6 +59,7 @@ class TextCodec:
         """The chat template's source; empty: there is none."""
         self.tools_template = tools_template or template
         """That of a conversation with tools."""
+        # Compile the templates before sorting the added tokens: what a template writes decides which ones are guarded.
         self._template = ChatTemplate(template, special or {}) if template else None
         other = self.tools_template != template
         self._tools_template = ChatTemplate(self.tools_template, special or {}) if other else self._template
@@ -72,6 +74,7 @@ class TextCodec:
         own = {n: token for n, token in guarded.items() if not token.special and token.content in _OWN_MARKS}
         self._guarded_in_answers = GuardedTokens({n: token for n, token in guarded.items() if n not in own})
         self._bytes = _token_bytes(tokenizer)
+        # Make a second tokenizer that encodes the spellings of guarded tokens as plain text: clients may write them.
         self._plain_tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._plain_tokenizer.encode_special_tokens = True  # the library's name for: as the text that they are
         self._plain_tokenizer.add_special_tokens(  # pyright: ignore[reportUnknownMemberType]
@@ -80,6 +83,7 @@ class TextCodec:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         self._plain_ids = frozenset(vocab.values()) - self._names.keys()
         self._bytes_by_id = _byte_fallback_ids(tokenizer)
+        # Try whether the decoder drops a space at a text's beginning: the answer's text lacks it then.
         blank = tokenizer.token_to_id("▁")
         self._drops_space = blank is not None and self.token_bytes(blank) == b" " and not self.decode([blank])
         self.longest_token_bytes = max((len(token.encode()) for token in vocab), default=1)

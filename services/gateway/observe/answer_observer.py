@@ -52,6 +52,7 @@ class ChoiceSpans:
 
     def saw(self, live: LiveRequest, event: Event | None, actions: Sequence[Action]) -> None:
         """See one step: what has happened (None: time has passed), and what was decided on it."""
+        # The event first: it ends the span of the question that it answers.
         match event:
             case PlaceGranted() | PlaceRefused() | PlaceUnanswered():
                 self._placed(live, event)  # nothing where its request has ended meanwhile
@@ -63,6 +64,7 @@ class ChoiceSpans:
                 self._answered(live, attempt, worker_id, error=error)
             case _:
                 pass
+        # Then the actions: tokens end a migration's span, and others begin a span, whose start `times` keeps.
         times = live.times
         for action in actions:
             match action:
@@ -71,8 +73,10 @@ class ChoiceSpans:
                 case SendAttempt(attempt=attempt, worker_id=worker_id, upstream=upstream):
                     part = "prefill" if upstream is None else "decode"
                     times.sent[attempt, worker_id] = Dispatch(part, times.placed_ns)
+                # A request may end while a placement is asked for: that question's span ends with it.
                 case Finish() | FailRequest() | Abandon():
                     self._placed(live, PlaceUnanswered(live.core.attempt, "the request has ended"))
+                # A migration begins with the cancel already: the next placement may come only after a pause.
                 case SendCancel() | AskPlacement():
                     if live.core.moved_by is not None and times.moved is None:
                         times.moved = live.core.moved_by, time.monotonic_ns()
@@ -91,11 +95,13 @@ class ChoiceSpans:
 
     def _placed(self, live: LiveRequest, event: PlaceEvent) -> None:
         """A scheduler has answered, or has not. Once for each question, below which its own spans lie."""
+        # Take the open question: once the request's end has recorded it, a late answer finds none.
         own, live.times.place_trace = live.times.place_trace, ""
         if not own:
             return
         now_ns, error = time.monotonic_ns(), ""
         attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: live.job.request_id, Key.ATTEMPT: event.attempt}
+        # Note the decision and its terms, so that a person can see in the trace why it was made.
         match event:
             case PlaceGranted(placement=placement):
                 live.times.placed_ns = now_ns
@@ -114,6 +120,7 @@ class ChoiceSpans:
                 error = event.reason
             case PlaceUnanswered():
                 error = event.detail
+        # The span begins with this question, which may repeat an earlier one of the same attempt.
         span_ns = (live.times.asked_again_ns, now_ns)
         self.telemetry.record(
             SpanName.PLACE,
@@ -207,6 +214,7 @@ class AnswerObserver:
         self._keep = keep
         self._last_written_s = 0.0
         self._ttft_s: float | None = None
+        # The root span begins now, and tokenizing with it. TTFT counts from the same moment: the body has been read.
         telemetry, named = spans.telemetry, {Key.REQUEST_ID: request_id}
         described = {
             Key.HTTP_METHOD: "POST",

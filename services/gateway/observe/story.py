@@ -93,8 +93,10 @@ class Stories:
     def saw(self, live: LiveRequest, actions: Sequence[Action]) -> None:
         """Publish what a request's core has just decided. After its end it decides nothing."""
         core, told = live.core, live.told
+        # By far most calls end here: a further piece of an answer changes no phase and needs no message.
         if told.phase == "decode" and _is_more(actions):
             return
+        # A new attempt begins with the message that it resumes the request, unless the request has ended.
         now = now_ms()
         if core.attempt > told.attempt and core.phase is not Phase.ENDED:
             told.attempt, told.detail = core.attempt, core.last_trouble
@@ -105,6 +107,7 @@ class Stories:
                 moved_by=core.moved_by,
             )
             self._publish(subjects.RESUMED, resumed, live.job)
+        # Publish each step once: of a split attempt's two ends only the prefill worker's counts as its placement.
         for action in actions:
             match action:
                 case SendAttempt(worker_id=prefill, upstream=None, downstream=to):
@@ -118,6 +121,7 @@ class Stories:
                     return
                 case _:
                     pass
+        # The phase is not published: it is kept for who asks where the request is.
         if core.phase is not Phase.ENDED and (phase := _phase_of(core)) != told.phase:
             told.phase, told.phase_ms = phase, now
 

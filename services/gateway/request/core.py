@@ -115,6 +115,7 @@ class RequestCore:
         self._times = config.times.gateway
         self._detector = detector
         self._must_split = must_split
+        # What decides about further attempts survives each of them.
         self._excluded: list[WorkerId] = []
         self._moved_from: KVSource | None = None
         """Who has migrated an attempt, and what of its prompt lies there, until another attempt has got on."""
@@ -131,6 +132,7 @@ class RequestCore:
         """When a worker last had an attempt of it, or when it began to wait; 0: neither has happened."""
         self._asks_again = False
         """A worker became ready after the placement was asked for: a refusal may not know of it."""
+        # The rest is the state of one attempt, which each attempt begins anew.
         self._begin_attempt()
 
     def __repr__(self) -> str:
@@ -158,6 +160,7 @@ class RequestCore:
                 if self.phase is Phase.WAITING:
                     self.wake_ms = now_ms
                 return []
+            # These events end the request in any phase, and cancel its attempt if one is running.
             case StopMatched():
                 return self._end("a stop string was reached", Finish("stop"), AttemptEnd.COMPLETE)
             case DeadlinePassed():
@@ -170,6 +173,7 @@ class RequestCore:
                 return self._end("gateway stopping", stopping)
             case TaskFailed():
                 return self._end("the gateway failed", FailRequest("internal", event.reason, 500))
+            # An answer counts only for the attempt that waits for it: answers to an earlier attempt may come late.
             case PlaceGranted() | PlaceRefused() | PlaceUnanswered():
                 is_awaited = self.phase is Phase.PLACING and event.attempt == self.attempt
                 return self._placing(event, now_ms) if is_awaited else []
@@ -228,6 +232,7 @@ class RequestCore:
         self, event: WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered, now_ms: int
     ) -> list[Action]:
         worker_id = event.worker_id
+        # Each answer may change when to ask a worker next: let the next tick look.
         self.wake_ms = 0
         match event:
             case WorkerAccepted():
@@ -239,12 +244,15 @@ class RequestCore:
                 if not self._needs(worker_id):
                     return []
                 refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
+                # Another attempt does not help a request that is too long, or too late.
                 if event.reason in (RefusalReason.TOO_LONG, RefusalReason.DEADLINE):
                     return self._end(f"refused: {event.reason}", refusal)
                 # `invalid` is also the reply to a message that comes a second time once its attempt is over.
                 is_over = event.reason is RefusalReason.INVALID
                 return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=is_over)
             case WorkerSilent():
+                # A missing reply is no proof: tokens show that the attempt was taken, and where the reply may be lost
+                # the worker is asked. Otherwise nobody has the attempt.
                 if not self._needs(worker_id) or self._is_heard(worker_id):
                     return []
                 if event.may_have_taken:
@@ -320,6 +328,8 @@ class RequestCore:
 
     def _receive(self, event: TokensReceived, now_ms: int) -> list[Action]:
         self._watch.seen(event.worker_id, now_ms)
+        # Keep reports of attempts that begin the answer: a resumed attempt's prompt has tokens of the answer in it.
+        # Where a split is required, the decode worker must not have computed the prompt itself.
         if event.report is not None and self.num_answered == 0:
             if event.report.is_prefill:
                 self.prefill_report = event.report
@@ -332,6 +342,7 @@ class RequestCore:
             return self._fail_worker(event.worker_id, event.failure, now_ms)
         if event.worker_id == self.decode_worker:
             self._heard_decode = True
+        # Messages come in any order, and again: keep what is new, and compare what is known, as attempts must agree.
         for index, token in enumerate(event.tokens, event.index):
             known = self.tokens[index] if index < len(self.tokens) else self._pending.get(index, (token, None))[0]
             if known != token:
@@ -342,9 +353,11 @@ class RequestCore:
             if len(self.tokens) <= index < self.max_tokens:
                 self._pending[index] = (token, event.logprobs[index - event.index] if event.logprobs else None)
         self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
+        # The end may come before tokens that precede it: note how many there are to be.
         if event.finish_reason is not None and self._finish_reason is None:
             self._finish_reason = event.finish_reason
             self._num_final_tokens = min(event.index + len(event.tokens), self.max_tokens)
+        # Deliver what is in order. Where a token is missing before others or the end, the watch asks for it soon.
         actions = self._deliver()
         has_gap = bool(self._pending) or self._finish_reason is not None
         if self.phase is Phase.RUNNING and self._watch.set_gap(len(self.tokens) if has_gap else None, now_ms):
@@ -435,10 +448,13 @@ class RequestCore:
         Not `taken`: nobody has worked on it, or whoever has migrates it. Time bounds such attempts and no number
         does. `moved_from`: where what there is of it lies.
         """
+        # Note what went wrong, and whether a worker has had the request: it may then wait longer for a placement.
         self._troubles = [*self._troubles[1 - MAX_TROUBLES :], f"attempt {self.attempt}: {fail.message}"]
         has_progressed = len(self.tokens) > self.num_answered
         if taken or has_progressed or moved_from is not None:  # a worker has had it
             self._is_under_way, self._waiting_since_ms = True, now_ms
+        # Count attempts in a row: those that nobody took, for the pause below, and those in vain, for their limit.
+        # Keep the place of migrated KV until an attempt has progressed.
         self._num_untaken = 0 if taken or has_progressed else self._num_untaken + 1
         if moved_from is not None or has_progressed:
             self._moved_from = moved_from if moved_from is not None and moved_from.num_blocks else None
@@ -446,11 +462,13 @@ class RequestCore:
             self._num_vain = 0
         elif taken:
             self._num_vain += 1
+        # End the request where it is complete already, or has no attempt left.
         if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
             return self._end(reason, Finish("length"), AttemptEnd.COMPLETE)
         fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
         if self._num_vain >= self._config.gateway.max_attempts:
             return self._end(reason, fail_all)
+        # Make the cancel before the next attempt begins: it has the old attempt's number.
         cancel = SendCancel(self.attempt, reason)
         if worker_id in self._excluded:
             self._excluded.remove(worker_id)
@@ -458,6 +476,7 @@ class RequestCore:
             self._excluded.append(worker_id)
         self._begin_attempt()
         self.moved_by = moved_from.worker_id if moved_from is not None else None
+        # The first attempt that nobody took is retried at once, and each further one after a longer pause.
         if self._num_untaken > 1:
             return [cancel, *self._wait(self._times.pause_min_ms * self._num_untaken, fail_all, now_ms)]
         return [cancel, self._ask_placement()]

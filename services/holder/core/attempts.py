@@ -184,14 +184,17 @@ class Attempts:
     def take(self, event: AttemptAsked, now_ms: int) -> Attempt | Refused:
         """Return the attempt that this message has begun, now or before, or the refusal."""
         request, limits = event.request, self.limits
+        # An attempt that is over does not begin again: a message may come twice, or after its cancel.
         if (refused := self.past.refuse(request)) is not None:
             return refused
         known, other = self.records.get((request.request_id, request.attempt)), request.other_end
+        # The same order has come again: return the attempt that runs. The same key with other ends is refused below.
         if known is not None and (known.request.upstream, known.request.downstream) == (
             request.upstream,
             request.downstream,
         ):
             return known
+        # Check the request; then its key and its hand-over must be free: later events find the attempt by either.
         prompt, line = read_prompt(request.prompt), self._line_of(request)
         full = line.is_full(request.tenant)
         refused = check_request(request, prompt, limits, now_ms, state=self.state, full=full)
@@ -199,6 +202,7 @@ class Attempts:
             return refused
         if known is not None or (other is not None and other.handoff_id in self._by_handoff):
             return refuse(request, RefusalReason.INVALID, "this hand-over is another request's")
+        # Hash the prompt's full blocks for this tenant, register the attempt, and let it wait in line for blocks.
         hasher = BlockHasher(limits.block_size, model_fingerprint=limits.fingerprint, tenant=request.tenant)
         hasher.extend(prompt, len(prompt))
         attempt = Attempt(request, prompt, hasher, event.times, event.traceparent)
@@ -221,6 +225,7 @@ class Attempts:
         write them."""
         if attempt.has_ended:
             return []
+        # The lease has references of its own to the blocks, so it ends now, whoever may still write them.
         attempt.outcome, actions = reason, list[Action]()
         if attempt.downstream is not None:
             lease_end = lease_end or _LEASE_ENDS[attempt.end]
@@ -232,6 +237,7 @@ class Attempts:
             return [*actions, StopRead(attempt.read)]
         if stage is RunStage.COMPUTING:
             return [*actions, Withdraw(attempt.key)]
+        # Nobody writes its blocks: they are given back now, and a source learns that its KV is not wanted.
         if attempt.upstream is not None:
             actions.append(self.abort(attempt, reason))  # it waits for room here
         return actions + self.forget_attempt(attempt, now_ms)
@@ -378,16 +384,19 @@ class Attempts:
     def _waits(self, attempt: Attempt, now_ms: int) -> bool:
         """Say whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logprobs
         are wanted is computed whole."""
+        # Go on waiting while the duplicate still fills the blocks and the time for it is not over.
         wait = attempt.wait
         may_wait = wait is None or now_ms < wait.until_ms
         if may_wait and wait is not None and wait.duplicate is not None and self._duplicates.fills(wait.duplicate):
             return True
+        # Else look for another duplicate; without one the wait ends now, and the attempt may begin.
         duplicate = self._duplicates.find(attempt) if may_wait and not attempt.owes_prompt_logprobs else None
         if duplicate is None:
             if wait is not None and wait.duplicate is not None:
                 wait.duplicate, wait.ended_ms = None, now_ms
             attempt.enter(RunStage.QUEUED)
             return False
+        # Only the first wait sets the time limit: later duplicates do not extend it, so a chain of waits is bounded.
         request_id = duplicate.attempt.request.request_id
         if wait is None:
             times, left_ms = self.limits.times, attempt.request.deadline_ms - now_ms
@@ -467,16 +476,19 @@ class Attempts:
     def submit(self, attempt: Attempt) -> Submit:
         """Let the engine compute what is not in place. Tokens that were answered before count as the answer's."""
         request, limits = attempt.request, self.limits
+        # Prepare the offers to the replica. Blocks of windowed layers are not copied: they are of no use by themselves.
         if request.replica not in (None, limits.worker_id) and not self.cache.layout.is_windowed:
             attempt.replica_offer = ReplicaOffer(
                 request, attempt.hasher, request.replica, limits.worker_id, limits.fingerprint, limits.times.worker
             )
+        # The engine will write the blocks that are not present: drop their old tags, and number the sequence for it.
         assert attempt.kv is not None, "it has blocks"
         attempt.enter(RunStage.COMPUTING)
         self.cache.is_computed_from(attempt.tables, attempt.kv.num_present_tokens // limits.block_size)
         self._num_submitted += 1
         attempt.number = self._num_submitted
         self.of_engine[attempt.number] = attempt
+        # A prompt that is handed over stops after its first token. Prompt logprobs need the whole prompt computed here.
         num_prompt_tokens = attempt.num_prompt_tokens - request.num_answered_tokens
         sequence = SubmitSequence(
             number=attempt.number,
@@ -491,6 +503,7 @@ class Attempts:
             tenant=request.tenant,
             wants_prompt_logprobs=attempt.owes_prompt_logprobs and attempt.kv.num_present_tokens == 0,
         )
+        # The spans record a computed prompt and a decoded answer only where this worker does that part.
         times = attempt.times
         times.num_prompt_tokens, times.decodes = num_prompt_tokens, attempt.downstream is None
         # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.

@@ -88,6 +88,7 @@ def check_request(
     """Return why this request cannot be taken, or None."""
     num_answered = request.num_answered_tokens
     num_tokens = len(prompt) - num_answered + request.sampling.max_tokens
+    # The first reason counts. Load comes last: an invalid request is refused as such, and not asked to retry.
     reason: tuple[RefusalReason, str, int] | None = None
     if state == "draining":
         reason = (RefusalReason.DRAINING, f"{limits.worker_id} is draining", RETRY_AFTER_MS)

@@ -240,6 +240,7 @@ class CopyCore:
             del claims[content]
         if not claims:
             del self._sources[worker_id]
+        # Keep the blocks whose reason leaves room now; the first of them decides the batch's tenant and reason.
         spare = {why: self._num_spare(why) for why in Why}
         waiting = [content for content, claim in claims.items() if content not in coming and spare[claim.why]]
         if not waiting:
@@ -256,6 +257,7 @@ class CopyCore:
         # given up first here.
         if first.why is Why.CANDIDATE:
             batch.reverse()
+        # No client's request stands behind a copy: its id is made of the reader's name and a number.
         self._num_read += 1
         hashes = tuple(content.block_hash for content in batch)
         key = (RequestId(f"{COPY_REQUEST}{self._limits.worker_id}-{self._num_read}"), 1)

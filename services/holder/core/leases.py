@@ -182,8 +182,10 @@ class LeaseTable:
     ) -> Grant:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
+        # A reader has come for what is here of this request: nobody waits for one any more.
         if is_lent:
             self._expected.pop(request_id, None)
+        # Epochs begin anew when a holder restarts, nonces do not repeat: so a ticket fits one grant only.
         self._last_epoch += 1
         grant = self._active[lease_id] = Grant(
             lease_id=lease_id,

@@ -189,22 +189,26 @@ class LendCore:
 
     def answer(self, request: RequestLease, now_ms: int) -> Grant | Refused:
         """Grant a lease on the leading run of the asked blocks that is here, or say why not."""
+        # Check what does not depend on the blocks, then take a reference to each block of the leading run that is here.
         limits = self.limits
         if (refused := self.refusal(request, now_ms)) is not None:
             return refused
         found = self.memory.lend(split_hashes(request.block_hashes), request.first_block, request.tenant)
         if found is None:
             return refuse(request, RefusalReason.GONE, f"{limits.worker_id} does not hold these blocks (any more)")
+        # Blocks on loan already count once, so the reader's share is checked only now: too many are given back.
         if self._would_hoard(request, found.tables):
             self.memory.free(found.tables)
             detail = f"{request.reader} has half of {limits.worker_id}'s blocks on loan"
             return refuse(request, RefusalReason.OVERLOADED, detail, RETRY_AFTER_MS)
+        # Name the content that each block's tag proves to the reader. Blocks of windowed layers have no tags.
         num_tokens = found.num_cached_tokens - request.first_block * limits.block_size
         content: tuple[Content, ...] = ()
         if not self.memory.layout.is_windowed:
             hashes = split_hashes(request.block_hashes)[: num_tokens // limits.block_size]
             content = tuple(Content(request.tenant, block_hash) for block_hash in hashes)
         blocks = block_ids(found.tables[0].segments)
+        # The lease expires soon unless a stream starts; renewals go to the deadline or the longest read at most.
         return self.leases.grant(
             lease_id=LeaseId(new_id("read")),
             holder=limits.worker_id,

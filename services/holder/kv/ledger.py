@@ -57,17 +57,20 @@ class BlockLedger:
     def inventory(self, contents: Callable[[], Contents], offset: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> Inventory:
         """Return a page of all that was held when the first page was asked for, tier after tier, each page of one tier:
         from the `offset`-th block on, as many as fit into a message of `max_bytes`."""
+        # The first page takes the snapshot and the number of the last event before it; later pages are cut from it.
         if self._told is None or offset == 0:
             self._told = self._sequence, contents()
         sequence, tiers = self._told
         num_blocks = min(INVENTORY_PAGE_BLOCKS, blocks_in(max_bytes))
         total = sum(len(hashes) for _, hashes in tiers)
+        # Find the tier in which the offset lies: offsets count over all tiers, and a page ends where its tier ends.
         page_tier, page, start = tiers[0][0], list[BlockHash](), 0
         for tier, hashes in tiers:
             if start <= offset < start + len(hashes):
                 at = offset - start
                 page_tier, page = tier, list(hashes[at : at + num_blocks])
             start += len(hashes)
+        # The last page drops the snapshot. An offset beyond the end gives an empty last page.
         end = offset + len(page)
         next_offset = end if page and end < total else None
         if next_offset is None:

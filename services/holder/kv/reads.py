@@ -115,10 +115,12 @@ class KVReads:
         """Carry out a read, and then that of the rest as long as the holder says that it comes: for as long without a
         block as a read of all may take, or, where it is being computed, for a part of the time that the request has.
         What has come of a read that is stopped during its rest counts."""
+        # A hand-over is one read: its stream waits for the computation, and has no rest.
         lease = read.lease
         ended = await self.carry_out(read)
         if isinstance(lease, KVOffered):
             return ended
+        # Two bounds for the rest: a share of the request's time, and a time without progress while blocks come.
         until_ms = now_ms() + max(0, lease.deadline_ms - now_ms()) // DUPLICATE_WAIT_SHARE
         num_blocks, block_size = len(lease.block_hashes) // BLOCK_HASH_BYTES, self.settings.block_size
         limit_s = self.settings.base_s + num_blocks * block_size * self.settings.token_s
@@ -126,11 +128,13 @@ class KVReads:
         while (is_in_flight := latest.end is ReadEnd.IN_FLIGHT) or latest.outcome.has_more:
             if now_ms() >= until_ms or (not is_in_flight and time.monotonic() - moved_s > limit_s):
                 break
+            # Ask for what follows the landed prefix.
             before = ended.outcome
             num_read = max(0, before.num_landed_tokens // block_size - lease.first_block)
             left = lease.block_hashes[num_read * BLOCK_HASH_BYTES :]
             rest = msgspec.structs.replace(lease, first_block=lease.first_block + num_read, block_hashes=left)
             first_token = max(before.num_landed_tokens, read.first_token)
+            # Ask a computing holder again after a pause. A stop keeps what has landed, unless all reads are closed.
             try:
                 if is_in_flight:
                     await asyncio.sleep(self.settings.times.coming_again_s)
@@ -139,6 +143,7 @@ class KVReads:
                 if self._closed or not before.num_landed_tokens:
                     raise
                 break
+            # Add what this round has brought. A round that brought nothing counts only while nothing has landed at all.
             if latest.outcome.num_landed_tokens:
                 moved_s = time.monotonic()
                 outcome = replace(
@@ -153,6 +158,7 @@ class KVReads:
 
     async def carry_out(self, read: KVRead) -> ReadEnded:
         """Read, record it, and return how it ended."""
+        # A cancellation sets no other result, so a read that is cancelled is recorded as stopped.
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
         landed, ended = None, _stopped(read)
         try:
@@ -162,6 +168,7 @@ class KVReads:
                 finally:  # also of what landed of a read that broke
                     if (content := request.content) is not None:
                         self.kept.tags |= dict(zip(content.blocks, content.tags, strict=False))
+            # All has landed. At the end of a hand-over's stream comes the first token, which must be decoded.
             outcome = ReadOutcome(
                 landed.num_tokens,
                 landed.stats.num_bytes,
@@ -171,6 +178,7 @@ class KVReads:
             )
             first_token = self._first_token(landed.trailer) if read.is_hand_over else None
             ended = ReadEnded(read, outcome, first_token=first_token)
+        # Each failure keeps what it left usable: nothing without a lease, else the verified prefix.
         except NotGrantedError as error:
             ended = ReadEnded(read, ReadOutcome(0), error.end, str(error), error.reason)
         except TransferFailedError as error:

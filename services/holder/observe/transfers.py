@@ -33,6 +33,7 @@ class TransferSpan:
 
     def finished(self, attributes: Attributes, end: ReadEnd, detail: str = "") -> None:
         """Record it, with the phases that it came to. `detail`: how it ended for people, where there is more to say."""
+        # Describe only the phases that were reached: a time of 0 means never.
         stats, end_ns, outcome = self.stats, time.monotonic_ns(), detail or end.value
         error = "" if end is ReadEnd.LANDED else outcome
         described = dict(attributes) | {Key.END: "target", Key.WORKER: self.worker_id, Key.OUTCOME: outcome}
@@ -40,6 +41,7 @@ class TransferSpan:
             described[Key.LEASE_WAIT_MS] = (stats.accepted_ns - self.started_ns) / 1e6
         if stats.first_byte_ns:
             described[Key.FIRST_BYTE_MS] = (stats.first_byte_ns - stats.accepted_ns) / 1e6
+        # Record the span under the traceparent that was sent to the holder, so that the holder's link to it is right.
         parent = self.telemetry.record(
             SpanName.KV_TRANSFER,
             self.traceparent,
@@ -50,6 +52,7 @@ class TransferSpan:
             links=links_of(stats),
             peer=self.holder_role,
         )
+        # Each phase begins where the one before ends. The first one that was not reached gets the rest.
         reached_ns = self.started_ns
         for name, phase_ns in (
             (SpanName.KV_LEASE_WAIT, stats.accepted_ns),

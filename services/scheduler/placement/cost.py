@@ -160,14 +160,17 @@ class _Pricing:
     def _gather(self, readers: Slots) -> Gathering:
         """Plan a prompt's KV on each reader: extend what it holds by whoever lends the next block quickest, as long as
         reading beats computing. The last token is always computed."""
+        # Start from each reader's own blocks, up to the block of the last token, which is left to compute.
         fleet, num_tokens = self.fleet, self.demand.num_prompt_tokens
         sizes = fleet.rows["block_size"][readers]
         end_blocks = (num_tokens - 1) // sizes
         cached = np.minimum(self.held[readers], end_blocks)
         at, pull_ms, steps = cached, np.zeros(len(readers)), list[Step]()
+        # Add what others lend. `_read` changes `at` and `pull_ms` in place, so `at` must not be `cached` itself.
         if len(self.runs.slots) and len(readers):
             at = cached.copy()
             steps = list(self._read(readers, sizes, end_blocks, at, pull_ms))
+        # The rest is computed. Where nobody has a block, a plain 0 spares the subtraction of the first tokens' time.
         compute_ms = fleet.compute_ms(readers, at * sizes if at.any() else 0, num_tokens)
 
         def by_slot(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -188,6 +191,7 @@ class _Pricing:
         """Let readers read on from the blocks where they are: `at` moves on, and `pull_ms` grows. Matrices are
         `[runs, readers]`, in tokens and milliseconds."""
         fleet, runs = self.fleet, self.runs
+        # Many runs share an end: compute the time up to each distinct end once, then spread it over the runs.
         upto = (np.minimum(runs.ends[:, None], end_blocks) * sizes).astype(np.float64)
         upto_ms = fleet.compute_ms(readers, 0, upto)
         links = fleet.links(runs.slots, readers, runs.tiers)
@@ -197,17 +201,21 @@ class _Pricing:
         columns = upto, upto_ms, links.latency_ms, token_ms
         first_blocks, going = runs.first_blocks[:, None], np.arange(len(readers))
         for _ in range(MAX_SOURCES):
+            # Each round adds one source to each reader that some run can take further.
             ahead = np.flatnonzero(at[going] * sizes[going] < columns[0].max(axis=0))
             if not len(ahead):
                 return
             if 2 * len(ahead) <= len(going):  # the others cost less than leaving them out
                 going, columns = going[ahead], tuple(each[:, ahead] for each in columns)
             upto, upto_ms, wait_ms, token_ms = columns
+            # Price each reader's next read from each run, in time for a token: its part of the wait, and its transfer.
             from_block, from_token = at[going], at[going] * sizes[going]
             tokens = upto - from_token
             per_token_ms = wait_ms / np.maximum(tokens, 1.0) + token_ms
+            # A run must have the reader's next block and enough tokens, and be quicker than computing them.
             lends = (first_blocks <= from_block) & (tokens >= max(1, self.limits.pull_tokens_min))
             lends &= upto_ms - fleet.compute_ms(readers[going], 0, from_token) > per_token_ms * tokens
+            # Each reader takes its cheapest run; with no reader that has one, the plan is done.
             per_token_ms = np.where(lends, per_token_ms, np.inf)
             chosen = per_token_ms.argmin(axis=0)
             each_ms = per_token_ms[chosen, np.arange(len(going))]
@@ -215,6 +223,7 @@ class _Pricing:
             if not len(places):
                 return
             chosen, reading = chosen[places], going[places]
+            # Note the step before the readers move on: it names the block where each of them begins.
             num_tokens = tokens[chosen, places]
             pull_ms[reading] += each_ms[places] * num_tokens
             num_blocks = num_tokens.astype(np.int64) // sizes[reading]

@@ -252,12 +252,14 @@ class Pairs:
     def _write(self, slots_of: Mapping[WorkerId, int]) -> None:
         """Bring the rows of those who have spoken up to date."""
         for reader, heard_ms in self._heard.items():
+            # Clear the reader's column: a source that it reports no more counts as not measured.
             self._quickest[reader] = 0.0
             self._weighed[reader] = heard_ms
             before = self._written.pop(reader, None)
             for links in self._links:
                 if before is not None:
                     links[before, reader] = np.nan
+            # Leave out sources that have not joined yet: `add_source` has this reader written again once they do.
             known = [
                 (slots_of[source], link, since)
                 for source, (link, since) in self._measured[reader].items()
@@ -265,6 +267,7 @@ class Pairs:
             ]
             if not known:
                 continue
+            # The older a measurement, the nearer it comes to its like: on a log scale, half way in each half-life.
             sources = np.array([slot for slot, _, _ in known], np.intp)
             own = np.array([link for _, link, _ in known], np.float64)
             ages = heard_ms - np.array([since for _, _, since in known], np.float64)

@@ -100,10 +100,12 @@ class Placer:
     def _question(self, case: Case, maker: InFlightPrompt | None) -> Question:
         """Return what to ask the policy."""
         fleet, demand = case.fleet, case.demand
+        # Who may be chosen: workers with room for prompt and answer, and none alone where the request must be split.
         groups = [Group(*(fleet.fitting(slots, demand) for slots in group)) for group in fleet.groups]
         lone = [group.decode for group in groups]
         if case.request.must_split:
             groups, lone = [group._replace(aggregated=NOBODY) for group in groups], [NOBODY for _ in groups]
+        # Leave out suspects, and workers that have failed this request, as long as others can serve.
         against, penalty = self._penalties(case), 0
         if against.any():
             groups, penalty = _least_penalised(groups, against)
@@ -115,6 +117,7 @@ class Placer:
             for run in case.holders or ()
             if (run.worker_id, run.incarnation) in fleet and (moved is None or run.worker_id != moved.worker_id)
         ]
+        # Only workers against which there is nothing are read from: a suspect may be stopped.
         lenders = [run for run in holders if not against[known[run.worker_id].slot]]
         if moved is not None:  # who migrates an attempt has not failed it: it is read from, and not chosen again
             holders.append(moved)
@@ -353,6 +356,7 @@ def _least_penalised(groups: Sequence[Group], against: Slots) -> tuple[list[Grou
 
 def _checked(question: Question, choice: object) -> Chosen | None:
     """Return the workers of a choice. Raises PolicyError where it is invalid: a policy may be anybody's."""
+    # None is valid only where the groups offer nobody; anything else must be a choice of known workers.
     if choice is None and not question.has_ways:
         return None
     if not isinstance(choice, Choice):
@@ -366,6 +370,7 @@ def _checked(question: Question, choice: object) -> Chosen | None:
             raise PolicyError(f"it chose {worker_id!r:.80}, which nobody is called")
         found.append(workers[worker_id])
     prefill, decode = found[0], found[1] if len(found) > 1 else None
+    # They must go together: one worker that may serve alone, or a prefill and a decode worker of one group.
     for group, lone in zip(question.groups, question.lone, strict=True):
         if decode is None and (prefill.slot in group.aggregated or prefill.slot in lone):
             break

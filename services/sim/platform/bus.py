@@ -143,10 +143,14 @@ class SimBroker:
         self._context = contextvars.copy_context()
         """Deliveries run in this context, not in their sender's: a message on its way arrives even where its sender has
         died."""
+        # `_epoch` counts the broker's deaths: a message sent before one is dropped on arrival.
+        # `_turn` selects the members of queue groups in rotation.
         self._epoch = 0
         self._turn = itertools.count()
         self._buses: list[SimBus] = []
+        # The broker as the sender of its own notices. It is not in `_buses`: no fault disconnects it.
         self._itself = SimBus(self, "the broker", None)
+        # An index of the subscriptions: a subject is compared only with the patterns that begin as it does.
         self._by_beginning: dict[tuple[str, ...], dict[tuple[str, ...], dict[SimSubscription, int]]] = {}
         """Each pattern's subscriptions, and which one each is in order, by the tokens before the first wildcard."""
         self._num_added = 0

@@ -76,9 +76,11 @@ def installed(clock: VirtualTime, rng: random.Random) -> Generator[None]:
     state = random.getstate()
     random.seed(rng.getrandbits(64))  # span ids come from the module's own generator
 
+    # `secrets` reads the operating system's randomness, which no seed decides: draw its ids from `rng` instead.
     def token_hex(num_bytes: int | None = None) -> str:
         return f"{rng.getrandbits(8 * (num_bytes or 32)):0{2 * (num_bytes or 32)}x}"
 
+    # Only the thread that runs the simulation sleeps in virtual time; any other thread sleeps in real time.
     owner, really_sleep = threading.get_ident(), time.sleep
 
     def sleep(seconds: float) -> None:
@@ -99,6 +101,7 @@ def installed(clock: VirtualTime, rng: random.Random) -> Generator[None]:
         "perf_counter": clock.monotonic,
         "perf_counter_ns": clock.monotonic_ns,
     }
+    # Register each restoration before the replacement: an error midway leaves no virtual clock behind.
     with contextlib.ExitStack() as undo:
         undo.callback(random.setstate, state)
         for name, function in time_functions.items():

@@ -109,24 +109,30 @@ class CoarseReader(SimPlaneReader):
         """Read as far as it is computed, until all is read; return what the holder says behind it."""
         stats, progress, num_read = request.stats, lease.kv.progress, request.first_token
         token_bytes = self._shape.layout.block_bytes // self._shape.layout.block_size
+        # Subscribe before the first look, and clear `changed` before each: a change after a look then ends the wait.
         changed = asyncio.Event()
         progress.subscribe(changed.set)
         try:
             while True:
                 changed.clear()
                 ready = progress.ready()
+                # Once the holder gives up or the lease ends, the blocks may be used for other KV.
                 if ready.failure is not None or not lease.still_valid():
                     raise TransferFailedError(ReadEnd.HOLDER, ready.failure or "the lease has ended", num_read)
+                # A token is readable once all layers have it. Without new ones the read ends at the trailer,
+                # or waits for a change.
                 num_tokens = min(*ready.num_tokens, request.num_tokens)
                 if num_tokens <= num_read:
                     if ready.trailer is not None:
                         return ready.trailer
                     await changed.wait()
                     continue
+                # The first piece starts the read: notify the holder's lease and the caller, once.
                 if not stats.first_byte_ns:
                     stats.first_byte_ns = time.monotonic_ns()
                     lease.started()
                     on_started(stats.carrier)
+                # Let the bytes take their time on the network, and count them only on arrival.
                 num_bytes = (num_tokens - num_read) * token_bytes
                 await asyncio.sleep(num_bytes / self._network.bytes_per_s)
                 num_read = num_tokens

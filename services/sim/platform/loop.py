@@ -180,16 +180,20 @@ class SimLoop(asyncio.BaseEventLoop):
                 self._advance()
                 if not runnable:
                     continue  # the processes of these timers are dead or paused
+            # Take the oldest callback of a random process. A process paused since it was listed keeps its callbacks.
             at = int(chance() * len(runnable)) if len(runnable) > 1 else 0
             process = runnable[at]
             queue = process.queue
             handle = queue.popleft() if queue and not process.is_paused else None
+            # Unlist a process that has nothing to run: the last entry takes its place, so that no other entry moves.
+            # `_push` or `resume` lists it again.
             if not queue or process.is_paused:
                 process.is_listed = False
                 runnable[at] = runnable[-1]
                 runnable.pop()
             if handle is None or handle._cancelled:  # pyright: ignore
                 continue
+            # Find endless loops: `_advance` resets `_num_at_once` whenever it goes on to the next timers.
             self.num_callbacks += 1
             self._num_at_once += 1
             if self._num_at_once > MAX_CALLBACKS_AT_ONCE:

@@ -83,11 +83,13 @@ def check_exchange(
         return
     if exchange.num_after_end:
         verdict.problems.append(f"{name}: {exchange.num_after_end} pieces came after its end")
+    # Compare each choice with the reference; a choice without any piece counts as empty.
     is_whole = exchange.done
     for index in range(request.num_choices):
         tokens, reason = truth_of(request, index, truth)
         seen = exchange.choices.get(index, ChoiceSeen())
         problem = _problem_of(seen, tokens, reason, is_whole=is_whole)
+        # With a grammar, an answer that stopped by itself must also be one whole document.
         if request.max_depth and seen.finish_reason == "stop":
             verdict.num_documents += 1
             if not is_document(seen.token_ids, request.max_depth, truth.eos):
@@ -95,6 +97,7 @@ def check_exchange(
         if problem:
             verdict.num_wrong += 1
             verdict.problems.append(f"{name} choice {index}: {problem}: {seen.token_ids}, right is {tokens}")
+    # Count how the request ended. A whole answer comes first: its client may have hung up after the end.
     if is_whole:
         verdict.num_finished += 1
         if exchange.status != 200:
@@ -106,6 +109,7 @@ def check_exchange(
         verdict.failed["connection_reset"] += 1
     elif exchange.error:
         verdict.failed[exchange.error] += 1
+        # Faults excuse only some errors, and a refusal with 429 or 503 must say when to try again.
         if exchange.error in NEVER_CODES or (exchange.error == "deadline" and not may_time_out):
             verdict.problems.append(f"{name} failed with {exchange.error}: {exchange.message}")
         if exchange.status in (429, 503) and "retry-after" not in exchange.headers:

@@ -62,10 +62,13 @@ class ClientRequest:
 def make_requests(rng: random.Random, num_requests: int, span_s: float, vocab_size: int) -> list[ClientRequest]:
     """Return requests over `span_s` seconds. Many share a prefix, as conversations and documents do; some are repeated;
     some consist of the same few paragraphs in another order."""
+    # Make shared beginnings, and paragraphs as long as one KV block of the simulated mesh (4 tokens):
+    # equal blocks then follow different prefixes.
     stems = [_tokens(rng, rng.randint(4, 40), vocab_size) for _ in range(max(2, num_requests // 6))]
     paragraphs = [_tokens(rng, PARAGRAPH_TOKENS, vocab_size) for _ in range(6)]
     prompts: list[tuple[int, ...]] = []
     for _ in range(num_requests):
+        # Repeat an earlier prompt, join random paragraphs, or put new tokens behind a part of a stem or behind nothing.
         kind = rng.random()
         if kind < 0.15 and prompts:
             prompt = rng.choice(prompts)
@@ -88,6 +91,7 @@ def make_requests(rng: random.Random, num_requests: int, span_s: float, vocab_si
         )
         for prompt in prompts
     ]
+    # A request's own seed decides on its grammar: this draws nothing from `rng`.
     constrained = [
         replace(request, max_depth=1 + request.seed % MAX_DEPTH) if request.seed % CONSTRAINED == 0 else request
         for request in requests

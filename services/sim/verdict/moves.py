@@ -86,6 +86,7 @@ class MoveTap:
         if "broker" in kinds:
             return
         yield from self._wrong
+        # An attempt begins once, and goes on only for a worker that has migrated the attempt before it.
         for (request_id, attempt), resumed in self._resumed.items():
             if len(resumed) > 1:
                 yield f"attempt {attempt} of {request_id} began {len(resumed)} times"
@@ -93,6 +94,7 @@ class MoveTap:
             for moved_by, _ in resumed:
                 if moved_by is not None and moved_by not in givers:
                     yield f"attempt {attempt} of {request_id} goes on for {moved_by}, which has migrated nothing"
+        # The next attempt follows each migrated one, unless the request ends first.
         for (request_id, attempt), givers in self._given.items():
             if request_id not in self._ended:
                 continue  # its gateway has died; where none has, `RequestEventTap` says so
@@ -102,6 +104,7 @@ class MoveTap:
                 yield f"attempt {attempt} of {request_id} was migrated by {', '.join(givers)} and nothing came of it"
             if kinds - PROMPT:
                 continue  # what was said may have been lost, and was asked for in its time
+            # The wait ends as the next attempt begins, or with the request. A worker no longer needed is exempt.
             over_s = resumed[0][1] if resumed else ended_s
             for worker_id, given_s in givers.items():
                 waited_s = over_s - given_s

@@ -28,6 +28,7 @@ def trace_problems(
         by_trace[span.trace_id].append(span)
         if span.end_ns < span.start_ns:
             problems.append(f"span {span.name} of {span.service} ends before it begins")
+    # A span's two ids must be unique: equal pairs become one in the set.
     known = {(span.trace_id, span.span_id) for span in records}
     unfinished = _last_reads_of_stores(records)
     if len(known) < len(records):
@@ -35,6 +36,7 @@ def trace_problems(
     if with_kills:
         return problems
     for trace_id, spans in by_trace.items():
+        # Each trace is one tree: it has a single root, and every parent was recorded.
         roots = [span for span in spans if not span.parent_id]
         if not roots and {span.name for span in spans} <= {SpanName.KV_TRANSFER, SpanName.KV_RELEASE}:
             continue  # a store reads on by itself when the simulation ends
@@ -45,6 +47,7 @@ def trace_problems(
             for span in spans
             if span.parent_id and (trace_id, span.parent_id) not in known
         ]
+        # A lease that served a stream is released. A link leads to a recorded span, unless its reader may read on.
         problems += _unreleased(trace_id, spans)
         problems += [
             f"trace {trace_id}: a link of {span.name} of {span.service} leads nowhere"
@@ -54,6 +57,7 @@ def trace_problems(
             and span.span_id not in unfinished
             and tuple(link.split("-")[1:3]) not in known
         ]
+        # The stream brings the holder's span id to the reader: a read without an error has a link.
         if not with_corruption:
             problems += [
                 f"trace {trace_id}: a transfer to {span.service} is linked to no holder's"

@@ -28,6 +28,7 @@ class ReadRecords:
 
     def record(self, ended: ReadEnded, span: TransferSpan, landed: Landed | None) -> None:
         """Record a read that has ended. `landed`: None: not all came."""
+        # Landed tokens count from the sequence's start: take off what was there before the read began.
         read = ended.read
         num_tokens = max(0, ended.outcome.num_landed_tokens - read.first_token)
         is_hand_over = isinstance(read.lease, KVOffered)
@@ -38,6 +39,7 @@ class ReadRecords:
             Key.NUM_BLOCKS: num_blocks_for(num_tokens, self.block_size),
             Key.NUM_CACHED_BLOCKS: read.first_token // self.block_size,
         }
+        # A hand-over runs beside the computation: only what it takes beyond the prompt's computation is exposed.
         if isinstance(read.lease, KVOffered):
             attributes[Key.LEASE] = read.lease.lease_id
             if landed is not None and ended.first_token is not None and ended.first_token.computed_ns:
@@ -48,6 +50,7 @@ class ReadRecords:
         else:
             attributes[Key.NUM_BLOCKS] = num_tokens // self.block_size  # a broken read may end inside a block
             attributes[Key.EXPOSED_MS] = (time.monotonic_ns() - span.started_ns) / 1e6  # nothing is computed meanwhile
+        # Only whole reads are measured. A hand-over's stream waits for the computation, so only its wire is.
         stats = landed.stats if landed is not None else None
         if stats is not None and ended.end is ReadEnd.LANDED:
             if not is_hand_over:

@@ -27,6 +27,7 @@ class WorkerSpans:
 
     def stepped(self, result: StepResult, find: Callable[[int], Attempt | None]) -> None:
         """Record an engine step where one of its attempts is traced, and what of them it has brought to its end."""
+        # Find the traced attempts of the step, and count the sequences whose first step it is.
         linked: list[tuple[list[str], str]] = []
         num_new = 0
         for number, _ in result.computed:
@@ -36,6 +37,7 @@ class WorkerSpans:
             num_new += attempt.times.first_step_ns == result.started_ns
             if attempt.times.is_sampled:
                 self._link(attempt, result.ended_ns, linked)
+        # Record the step once, in a trace of its own, with links to the attempts' spans and from them.
         if linked:
             step = self.telemetry.record_apart(
                 SpanName.ENGINE_STEP,
@@ -52,6 +54,7 @@ class WorkerSpans:
             )
             for steps, _ in linked:
                 steps.append(step)
+        # Record what ends with this step: a prompt's computation at its first token, an answer's decoding at its last.
         for sampled in result.sampled:
             attempt = find(sampled.number)
             if attempt is None or not attempt.times.first_step_ns:

@@ -65,10 +65,12 @@ def tool_grammar(
 
     is_free = choice.mode == "auto"
     many = parallel and not choice.name
+    # Write calls in a row, as this family of models does, around the rule `call`, which follows at the end.
     form = _form(form_name, template)
     begin, opening, _, separator, closing = (_lark(text, token_ids) for text in form)
     more = f"({separator} call)*" if many else ""
     calls = f"{opening} call {more} {closing}"
+    # Say where calls may stand: alone where they are required, else behind a marker in free text.
     if not is_free:
         rules = ["start: calls", f"calls: {begin} {calls}"]
     elif form.begin:
@@ -81,8 +83,10 @@ def tool_grammar(
             f"TEXT: {_TEXT}",
         ]
     else:
+        # Without a marker a call is recognized by its first brace: free text must not begin with one.
         tag = _lark(PARSERS[form_name].markers[0], token_ids)
         rules = [f"start: TEXT | {tag}? calls", f"calls: {calls}", f"TEXT: {_TEXT_WITHOUT_BRACE}"]
+    # Give each tool a rule of its own, so that its name comes with arguments of its own schema only.
     wanted = [tool for tool in tools if choice.name in ("", tool.name)]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(wanted))))
     for index, tool in enumerate(wanted):

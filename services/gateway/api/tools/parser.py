@@ -111,6 +111,7 @@ class ToolParser(ABC):
         """Read a call that is an object with a name and arguments. Raises as `_calls`, before the call was told of."""
         reader, told = self._reader, self.num_calls
         name = arguments = ""
+        # Fields come in any order: arguments behind the name are passed on as they come, others are kept to the end.
         try:
             yield from reader.expect("{")
             while True:
@@ -120,6 +121,7 @@ class ToolParser(ABC):
                 yield from reader.expect(":")
                 yield from reader.space()
                 begin = reader.at
+                # Skip further fields behind such arguments: the call has been passed on already.
                 if self.num_calls > told:
                     yield from reader.value()
                 elif field == "name":
