@@ -249,12 +249,12 @@ class Holder(Generic[MemoryT]):
         """Let go of what reads that have ended had open. Blocks: a driver takes its time to unmap."""
         self._reader.release_ended()
 
-    def unproved(self, request: RunAttempt | RequestLease) -> Refused | None:
-        """Return the refusal of a request of which nobody has proved whose it is, or None."""
+    def unsigned(self, request: RunAttempt | RequestLease) -> Refused | None:
+        """Return the refusal of a request that carries no valid signature, or None."""
         return self.parts.credentials.refusal(request, self.parts.worker_id)
 
     def decide(self, event: Event, cause: str) -> Message | None:
-        """Do what the owner's `step` says, without a look at the clock."""
+        """Ask the owner's rules what an event makes necessary, and carry it out in order. Return the reply, if any."""
         with self.journal.explains():
             with self.blocks.lock:
                 actions = self._owner.rules.decide(event, now_ms())

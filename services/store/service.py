@@ -136,7 +136,7 @@ class Store:
 
     async def grant_lease(self, request: RequestLease, traceparent: str, cause: str) -> LeaseGranted | Refused:
         """Grant a lease on blocks that are in memory, or come there within `store.timeout_ms`; or refuse it."""
-        if (refused := self.holder.unproved(request) or self.holder.lending.refusal(request, now_ms())) is not None:
+        if (refused := self.holder.unsigned(request) or self.holder.lending.refusal(request, now_ms())) is not None:
             return refused
         timeout_s = min(self._config.store.timeout_ms, request.deadline_ms - now_ms()) / 1000
         async with self._loader.held(request.block_hashes, request.tenant, timeout_s):

@@ -48,9 +48,9 @@ def ended_token_sampled(attempts: Attempts, attempt: Attempt, sampled: SampledTo
 
 
 def moving_removed(attempts: Attempts, attempt: Attempt, _: SequenceRemoved, now_ms: int) -> list[Action]:
-    """The engine has let go of an attempt that goes on elsewhere: say so, and what of it can be read here. Where others
-    wait for its blocks, these keep what is in them until whoever goes on has come for it. A worker that drains begins
-    nothing new, so what is cached stays until it is read."""
+    """The engine has dropped an attempt that migrates: publish so, and what of it can be read here. Where a reader is
+    expected, its blocks are given back only when that one has read them: until then others could take them. A worker
+    that drains begins nothing new, so what is cached there stays until it is read."""
     attempt.outcome = attempt.moving
     actions = attempts.offer_copies(attempt, now_ms, ended=True)
     actions.append(attempts.migrate(attempt, attempt.moving, now_ms))

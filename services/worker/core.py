@@ -59,6 +59,9 @@ _OWING: dict[type, AttemptRule] = {
 }
 """As long as the gateway waits for tokens from here."""
 _IN_LINE: dict[type, AttemptRule] = {**_OWING, BlocksReserved: hand_over.reader_has_room, DrainBegun: rules.moves}
+"""While it has no blocks here. In `QUEUED` it waits for room, in `WAITING` for blocks that an in-flight duplicate
+fills. `admit` gives it blocks: on a prefill worker to compute (`hand_over.begin_prompts`), on a decode worker to
+receive (`receive.begin_reservations`)."""
 _LEASED: dict[type, AttemptRule] = {
     BlocksReserved: hand_over.reader_has_room,
     KVLanded: hand_over.landed,

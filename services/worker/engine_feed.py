@@ -1,4 +1,4 @@
-"""The engine's side of a worker's shell: attempts become sequences of it, and what it has computed becomes events."""
+"""What a worker's shell has of its engine: it submits attempts as sequences, and makes events of what was computed."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from services.worker.parts import WorkerParts
 
 
 class EngineFeed:
-    """One worker's. `post` calls something on the event loop, from any thread; `step` lets the core hear of it."""
+    """One worker's. `post` calls something on the event loop, from any thread; `step` is `Worker.step`."""
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class EngineFeed:
             self._give(action.sequence, listener)
 
     def _on_step(self, result: StepResult) -> None:
+        """Note what a step has written and sampled, and pass it to `step`. On the event loop."""
         attempts = self._attempts.of_engine
         nobodys = [number for number, _ in result.computed if number not in attempts]
         for number, num_tokens in result.computed:

@@ -60,7 +60,7 @@ class Inbox:
     async def _on_run(self, received: Received[RunAttempt]) -> AttemptAccepted | Refused:
         """Begin an attempt, or say why not."""
         request = received.message
-        reply: AttemptAccepted | Refused | None = self._worker.holder.unproved(request)
+        reply: AttemptAccepted | Refused | None = self._worker.holder.unsigned(request)
         if reply is None:
             found = await self._grammars.with_text(request)
             reply = found if isinstance(found, Refused) else self._begin(found, received.traceparent, received.subject)

@@ -322,7 +322,7 @@ class Worker:
         self._num_waiting += 1
         try:
             while True:
-                stored, reply = self._stored, self.holder.unproved(request)
+                stored, reply = self._stored, self.holder.unsigned(request)
                 reply = reply or self.step(LeaseAsked(request, traceparent), cause)
                 assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
                 if isinstance(reply, LeaseGranted) or reply.reason is not RefusalReason.GONE:
