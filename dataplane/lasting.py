@@ -38,7 +38,7 @@ class Tries:
         if time.monotonic() - self._began_s >= SOUND_AFTER_S:
             self._pause_s = FIRST_PAUSE_S
         pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
-        log.error("%s %s; it goes on in %.1f s", self._name, _said(error), pause_s)
+        log.error("%s %s; it goes on in %.1f s", self._name, _described(error), pause_s)
         return pause_s
 
 
@@ -97,7 +97,7 @@ def _end_process(name: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _said(error: Exception | None) -> str:
+def _described(error: Exception | None) -> str:
     if error is None:
         return "has ended by itself"
     where = extract_tb(error.__traceback__)[-1]

@@ -31,7 +31,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     or a lease, and nobody else hears it."""
 
     @property
-    def told(self) -> "Endpoint":
+    def public(self) -> "Endpoint":
         """What everybody may hear of it."""
         return msgspec.structs.replace(self, arena_nonce="")
 

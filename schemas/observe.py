@@ -131,7 +131,7 @@ class RequestPlaced(StoryMessage, frozen=True, kw_only=True):
     decode_worker: WorkerId | None = None
 
 
-class FirstTokenHeard(StoryMessage, frozen=True, kw_only=True):
+class FirstTokenReceived(StoryMessage, frozen=True, kw_only=True):
     """The answer's first token is on its way to the client."""
 
 

@@ -38,12 +38,12 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True)
 class Permissions:
-    """Patterns of subjects. `unheard`: what messages of `subscribe` are not delivered all the same. `may_answer`: to
-    where the reply of a question that has reached it is awaited."""
+    """Patterns of subjects. `undelivered`: which of the messages of `subscribe` are not delivered. `may_answer`: it
+    may publish to where the reply of a question that has reached it is awaited."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    unheard: tuple[str, ...]
+    undelivered: tuple[str, ...]
     may_answer: bool
 
 
@@ -57,20 +57,20 @@ def granted(subject: Subject[Any, Any], role: Role, direction: Direction, name: 
 def permissions_of(role: Role, name: str) -> Permissions:
     """Return what the member `name` of a role may do. `name` may be a template's word for it."""
     publish = [p for subject in SUBJECTS for p in granted(subject, role, Direction.PUBLISH, name)]
-    heard = [p for subject in SUBJECTS for p in granted(subject, role, Direction.SUBSCRIBE, name)]
+    received = [p for subject in SUBJECTS for p in granted(subject, role, Direction.SUBSCRIBE, name)]
     own = f"{inbox_of(role, name)}.>"
     if role in GUESTS:
-        unheard = [
+        undelivered = [
             _anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.received_by}
         ]
         inboxes = f"{INBOX}.>" if role is Role.OBSERVER else own
-        unheard.append(f"{ALL} >")  # in no queue group: a member of one takes its questions away from the others
+        undelivered.append(f"{ALL} >")  # in no queue group: a member of one takes its questions away from the others
         surveys = (f"{SURVEY}.>",) if role in PEOPLE else ()
-        return Permissions((*publish, *surveys, own), (ALL, inboxes), tuple(unheard), may_answer=False)
+        return Permissions((*publish, *surveys, own), (ALL, inboxes), tuple(undelivered), may_answer=False)
     listed = [f"{SURVEY}.*.{service}{rest}" for service in SERVICE_NAMES[role] for rest in ("", ".*")]
     if role is Role.SCHEDULER:
-        heard.append(DISCONNECTED)
-    return Permissions((*publish, own), (*heard, f"{SURVEY}.*", *listed, own), (), may_answer=True)
+        received.append(DISCONNECTED)
+    return Permissions((*publish, own), (*received, f"{SURVEY}.*", *listed, own), (), may_answer=True)
 
 
 def inbox_of(role: Role, name: str) -> str:

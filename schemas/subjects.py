@@ -37,7 +37,7 @@ from schemas.message import Message
 from schemas.observe import (
     DescribeRequest,
     DescribeWorker,
-    FirstTokenHeard,
+    FirstTokenReceived,
     KeepTrace,
     RequestAccepted,
     RequestCancelled,
@@ -147,8 +147,8 @@ class Subject(Generic[CarriesT, ReplyT]):
             token for token, shape in zip(subject.split("."), self.pattern.split("."), strict=True) if shape == "{}"
         ]
         for name, token in zip(self.ids, tokens, strict=True):
-            if name not in ADDRESSES and (said := attrgetter(name)(message)) != token:
-                return f"{name} is {said!r}, and the subject says {token!r}"
+            if name not in ADDRESSES and (own := attrgetter(name)(message)) != token:
+                return f"{name} is {own!r}, and the subject says {token!r}"
         return ""
 
 
@@ -170,22 +170,30 @@ PEOPLE = (OBSERVERS, OPERATORS)
 Grants = tuple[Permit, ...] | Permit
 
 
-def _event(pattern: str, carries: type[CarriesT], said: Grants, heard: Grants) -> Subject[CarriesT, None]:
+def _event(pattern: str, carries: type[CarriesT], published_by: Grants, received_by: Grants) -> Subject[CarriesT, None]:
     """Return the subject of an event: nobody answers it, and asking it is a type error. Operators hear all events."""
-    return Subject(*_unnamed(pattern), carries, (), _grants(said), (*_grants(heard), OPERATORS))
+    return Subject(*_unnamed(pattern), carries, (), _grants(published_by), (*_grants(received_by), OPERATORS))
 
 
 def _question(
     pattern: str,
     carries: type[CarriesT],
     reply: tuple[type[ReplyT], ...],
-    said: Grants,
-    heard: Grants,
+    published_by: Grants,
+    received_by: Grants,
     queue: str = "",
     may_be_empty: bool = False,
 ) -> Subject[CarriesT, ReplyT]:
     """Return the subject of a request. Operators hear the questions, and no answer."""
-    return Subject(*_unnamed(pattern), carries, reply, _grants(said), (*_grants(heard), OPERATORS), queue, may_be_empty)
+    return Subject(
+        *_unnamed(pattern),
+        carries,
+        reply,
+        _grants(published_by),
+        (*_grants(received_by), OPERATORS),
+        queue,
+        may_be_empty,
+    )
 
 
 def _unnamed(pattern: str) -> tuple[str, tuple[str, ...]]:
@@ -249,7 +257,7 @@ CANCEL = _event("mesh.v1.request.{request_id}.cancel", CancelRequest, GATEWAYS, 
 # A request's story, for people. One gateway answers where it is; where it does not know, it seeks who does.
 ACCEPTED = _event("mesh.v1.request.{request_id}.accepted", RequestAccepted, GATEWAYS, OBSERVERS)
 PLACED = _event("mesh.v1.request.{request_id}.placed", RequestPlaced, GATEWAYS, OBSERVERS)
-FIRST_TOKEN = _event("mesh.v1.request.{request_id}.first_token", FirstTokenHeard, GATEWAYS, OBSERVERS)
+FIRST_TOKEN = _event("mesh.v1.request.{request_id}.first_token", FirstTokenReceived, GATEWAYS, OBSERVERS)
 RESUMED = _event("mesh.v1.request.{request_id}.resumed", RequestResumed, GATEWAYS, OBSERVERS)
 FINISHED = _event("mesh.v1.request.{request_id}.finished", RequestFinished, GATEWAYS, OBSERVERS)
 FAILED = _event("mesh.v1.request.{request_id}.failed", RequestFailed, GATEWAYS, OBSERVERS)

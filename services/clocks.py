@@ -26,29 +26,29 @@ FORGOTTEN_NS = 60_000_000_000
 """A scheduler that was not heard for so long lives no more."""
 
 
-def is_older(told: TimeAnswered, age_ms: int, token: str) -> bool:
+def is_older(answer: TimeAnswered, age_ms: int, token: str) -> bool:
     """Say whether the scheduler that has told the time counts beside one of this age and token; all decide alike."""
-    ahead_ms = told.age_ms - age_ms
-    return told.token < token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
+    ahead_ms = answer.age_ms - age_ms
+    return answer.token < token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
 
 
-class Eldest:
+class OldestScheduler:
     """The scheduler that a service goes by, the eldest of those that it hears: until schedulers of machines with other
     clocks have agreed, who asks now the one and now the other would go to and fro."""
 
     def __init__(self) -> None:
-        self._told: TimeAnswered | None = None
-        self._heard_ns = 0
+        self._answer: TimeAnswered | None = None
+        self._received_ns = 0
 
-    def follows(self, told: TimeAnswered) -> bool:
+    def follows(self, answer: TimeAnswered) -> bool:
         """Say whether to go by the scheduler that has told the time."""
-        now_ns, known = time.monotonic_ns(), self._told
-        passed_ns = now_ns - self._heard_ns
-        if known is not None and told.token != known.token and passed_ns < FORGOTTEN_NS:
+        now_ns, known = time.monotonic_ns(), self._answer
+        passed_ns = now_ns - self._received_ns
+        if known is not None and answer.token != known.token and passed_ns < FORGOTTEN_NS:
             age_ms = known.age_ms + passed_ns // 1_000_000
-            if not is_older(told, age_ms, known.token):
+            if not is_older(answer, age_ms, known.token):
                 return False
-        self._told, self._heard_ns = told, now_ns
+        self._answer, self._received_ns = answer, now_ns
         return True
 
 
@@ -61,7 +61,7 @@ async def keep_time(
 ) -> None:
     """Ask, now and every so often, until cancelled. `follows`: whether the scheduler that answers is to be believed;
     None: the eldest is."""
-    follows = follows or Eldest().follows
+    follows = follows or OldestScheduler().follows
     metrics.on_sample(lambda: metrics.set_series(CLOCK_AHEAD, {(): clock.machine_ahead_ns / 1e9}))
     question, named_ms, num_asked = AskTime(), 0, 0
     while True:
@@ -69,17 +69,17 @@ async def keep_time(
         with contextlib.suppress(BusError, UndecodableMessageError):  # none is there yet, or no more
             payload = encode(question)
             reply = await bus.request(subjects.TIME.of(), payload, headers_of(question, ""), times.clock_within_s)
-            told = decode(reply.payload, TimeAnswered)
-            if follows(told):
-                clock.compare(told.unix_ns, asked_ns)
+            answer = decode(reply.payload, TimeAnswered)
+            if follows(answer):
+                clock.compare(answer.unix_ns, asked_ns)
         if abs(clock.named_ms - named_ms) >= 1_000:
             named_ms = clock.named_ms
-            log.warning("%s", _said(named_ms))
+            log.warning("%s", _described(named_ms))
         num_asked += 1
         await asyncio.sleep(times.clock_soon_s if num_asked < NUM_SOON else times.clock_interval_s)
 
 
-def _said(ahead_ms: int) -> str:
+def _described(ahead_ms: int) -> str:
     if not ahead_ms:
         return "this machine's clock agrees with the scheduler's again"
     side = "ahead of" if ahead_ms > 0 else "behind"

@@ -21,20 +21,20 @@ EXIT_CODE = 128 + signal.SIGTERM
 _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def hear_no_signal() -> None:
+def ignore_signals() -> None:
     """From now on this process, which another one starts and ends, hears nothing of what a terminal or an init tells
     all processes of a group: that is for the one that started it."""
     for number in _OF_GROUPS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_when_told() -> None:
+def end_on_signal() -> None:
     """From now on SIGTERM ends this process, until a loop that hears it runs (`run_until_signal`)."""
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)  # written as the signal comes, whatever the main thread does
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)  # written as the signal comes, whatever the main thread does
     signal.signal(signal.SIGTERM, _unwind)
-    threading.Thread(target=_end_late, args=(told,), name="end when told", daemon=True).start()
+    threading.Thread(target=_end_late, args=(read_end,), name="end when told", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -56,8 +56,8 @@ def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(EXIT_CODE)
 
 
-def _end_late(told: int) -> None:
-    while signal.SIGTERM not in os.read(told, 64):
+def _end_late(read_end: int) -> None:
+    while signal.SIGTERM not in os.read(read_end, 64):
         pass
     time.sleep(UNWINDING_S)
     _leave(EXIT_CODE)

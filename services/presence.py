@@ -43,7 +43,7 @@ class FailureDetector:
         self._partitioned_after_ms = (
             times.partitioned_after_ms if partitioned_after_ms is None else partitioned_after_ms
         )
-        self._heard_ms: int | None = None
+        self._received_ms: int | None = None
         self._num_connects: int | None = None
         self._recovered_ms = 0
         self._unproved_ms: int | None = None
@@ -51,13 +51,13 @@ class FailureDetector:
         self.since_ms = 0
         """The silence of others counts from here on only: the end of the last partition or the last reconnection."""
 
-    def heard(self, now_ms: int) -> None:
+    def received(self, now_ms: int) -> None:
         """Something came from somebody, or from the broker itself."""
         if self.is_partitioned(now_ms):
             self.since_ms = now_ms
-            if self._heard_ms is not None:
+            if self._received_ms is not None:
                 self.begin_recovery(now_ms)
-        self._heard_ms = now_ms
+        self._received_ms = now_ms
 
     def begin_recovery(self, now_ms: int) -> None:
         """Messages did not arrive. Who has lost the broker meanwhile needs time to come back."""
@@ -75,7 +75,7 @@ class FailureDetector:
 
     def proved(self, now_ms: int) -> None:
         """One has come back."""
-        self.heard(now_ms)
+        self.received(now_ms)
         self._unproved_ms = None
 
     def connects(self, num_connects: int, now_ms: int) -> bool:
@@ -84,39 +84,39 @@ class FailureDetector:
         if before in (None, num_connects):
             return False
         self.begin_recovery(now_ms)
-        self._heard_ms = self.since_ms = now_ms
+        self._received_ms = self.since_ms = now_ms
         return True
 
     def is_partitioned(self, now_ms: int) -> bool:
         """Whether nothing has come for so long that we are cut off ourselves."""
-        return self._heard_ms is None or now_ms - self._heard_ms >= self._partitioned_after_ms
+        return self._received_ms is None or now_ms - self._received_ms >= self._partitioned_after_ms
 
     def is_recovering(self, now_ms: int) -> bool:
         """Whether others may still be on their way back to the broker."""
         return now_ms < self._recovered_ms
 
-    def quiet_ms(self, heard_ms: int, now_ms: int) -> int:
-        """Return how long somebody last heard at `heard_ms` has said nothing that we could have heard."""
+    def quiet_ms(self, seen_ms: int, now_ms: int) -> int:
+        """Return how long somebody last heard at `seen_ms` has said nothing that we could have heard."""
         until_ms = now_ms if self._unproved_ms is None else min(now_ms, self._unproved_ms)
-        return max(0, until_ms - max(heard_ms, self.since_ms))
+        return max(0, until_ms - max(seen_ms, self.since_ms))
 
-    def is_silent(self, heard_ms: int, limit_ms: int, now_ms: int) -> bool:
-        """Whether somebody last heard at `heard_ms` is to be taken for dead."""
-        return not self.is_partitioned(now_ms) and self.quiet_ms(heard_ms, now_ms) >= limit_ms
+    def is_silent(self, seen_ms: int, limit_ms: int, now_ms: int) -> bool:
+        """Whether somebody last heard at `seen_ms` is to be taken for dead."""
+        return not self.is_partitioned(now_ms) and self.quiet_ms(seen_ms, now_ms) >= limit_ms
 
 
 @dataclass(slots=True)
 class Peer:
     """What one process knows of the life of another."""
 
-    heard_ms: int
+    seen_ms: int
     """The last sign of it, or when it was first known."""
     unserved_ms: int | None = None
     """When it was first known that nobody serves its questions; None once anything was heard of it since."""
 
     def seen(self, now_ms: int) -> None:
         """Take note of a sign of life."""
-        self.heard_ms, self.unserved_ms = now_ms, None
+        self.seen_ms, self.unserved_ms = now_ms, None
 
     def is_gone(self, asked_ms: int, detector: FailureDetector, now_ms: int, gap_ms: int | None = None) -> bool:
         """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
@@ -178,7 +178,7 @@ class Speaker(enum.Enum):
 @dataclass(slots=True)
 class _Incarnation:
     incarnation: str
-    heard_ms: int
+    seen_ms: int
 
 
 class Incarnations:
@@ -201,9 +201,9 @@ class Incarnations:
         `detector` hears of it."""
         known = self._known.setdefault(worker_id, _Incarnation(incarnation, now_ms))
         if known.incarnation == incarnation:
-            known.heard_ms = now_ms
+            known.seen_ms = now_ms
             return Speaker.CURRENT
-        if now_ms - known.heard_ms <= self._quiet_ms or self._detector.is_partitioned(now_ms):
+        if now_ms - known.seen_ms <= self._quiet_ms or self._detector.is_partitioned(now_ms):
             return Speaker.PREDECESSOR
         self._known[worker_id] = _Incarnation(incarnation, now_ms)
         return Speaker.SUCCESSOR
@@ -220,7 +220,7 @@ class Incarnations:
 @dataclass(slots=True)
 class _Fence:
     left: WorkerLeft
-    said_ms: int
+    published_ms: int
 
 
 class Fences:
@@ -248,7 +248,7 @@ class Fences:
         """Return what to tell one that has left and has just spoken; None where it was
         told a moment ago."""
         fence = self._fences[(worker_id, incarnation)]
-        if now_ms - fence.said_ms < self._repeat_left_ms:
+        if now_ms - fence.published_ms < self._repeat_left_ms:
             return None
-        fence.said_ms = now_ms
+        fence.published_ms = now_ms
         return fence.left

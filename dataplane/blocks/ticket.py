@@ -105,8 +105,8 @@ class Signed:
 
     def key_of(self, opening: bytes) -> hmac.HMAC:
         """Return the MAC of this ticket and of what was said first: the key of a stream, once the answer is added."""
-        said = b"\0".join((b"kvmesh key 1", self.token.encode("ascii"), hashlib.sha256(opening).digest()))
-        return hmac.new(self.secret, said, hashlib.sha256)
+        signed = b"\0".join((b"kvmesh key 1", self.token.encode("ascii"), hashlib.sha256(opening).digest()))
+        return hmac.new(self.secret, signed, hashlib.sha256)
 
 
 def _mac(secret: bytes, message: bytes) -> bytes:

@@ -53,13 +53,13 @@ class BlockContents:
 
     def tag(self, content: Content, block: int) -> bytes:
         """Return the tag of a block whose bytes are this content's."""
-        return self.secrets.mac(self._said(content, block))
+        return self.secrets.mac(self._signed(content, block))
 
     def is_right(self, content: Content, block: int, tag: bytes) -> bool:
         """Say whether somebody who has a content secret has said that these bytes are this content's."""
-        return self.secrets.proves(self._said(content, block), tag)
+        return self.secrets.proves(self._signed(content, block), tag)
 
-    def _said(self, content: Content, block: int) -> bytes:
+    def _signed(self, content: Content, block: int) -> bytes:
         hasher = xxhash.xxh3_128()
         for view in self.views(block):
             hasher.update(view.data)

@@ -243,8 +243,8 @@ class TransferStats:
 def encode_header(header: Header, tag: int | None = None) -> bytes:
     """Return the header's bytes; with this `tag`, where one is given."""
     *fields, own_tag = header
-    said = _HEADER.pack(_MAGIC, VERSION, *fields, (own_tag if tag is None else tag).to_bytes(TAG_BYTES, "little"))
-    return said + _CHECKSUM.pack(zlib.crc32(said))
+    header = _HEADER.pack(_MAGIC, VERSION, *fields, (own_tag if tag is None else tag).to_bytes(TAG_BYTES, "little"))
+    return header + _CHECKSUM.pack(zlib.crc32(header))
 
 
 def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = None) -> bytes:

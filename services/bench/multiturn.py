@@ -232,16 +232,20 @@ def restart_report(samples: Sequence[TurnSample], turn: int, num_restarts: dict[
 
 
 async def converse(
-    client: Client, conversation: Conversation, think_ms: int, said: Sequence[Completion] = (), until: int | None = None
+    client: Client,
+    conversation: Conversation,
+    think_ms: int,
+    answered: Sequence[Completion] = (),
+    until: int | None = None,
 ) -> list[Completion]:
-    """Hold one conversation, of which `said` are the answers so far, up to `until` turns, or all; return all answers.
+    """Hold one conversation up to `until` turns, or all; return all answers. `answered`: the answers so far.
 
     Raises RequestFailedError, also where the gateway does not return the answer's token ids.
     """
-    completions = list(said)
-    prompt = [t for m, answer in zip(conversation.messages, said, strict=False) for t in (*m, *answer.token_ids)]
+    completions = list(answered)
+    prompt = [t for m, answer in zip(conversation.messages, answered, strict=False) for t in (*m, *answer.token_ids)]
     turns = list(zip(conversation.messages, conversation.answer_lengths, strict=True))
-    for message, num_answer in turns[len(said) : until]:
+    for message, num_answer in turns[len(answered) : until]:
         if completions:
             await asyncio.sleep(think_ms / 1e3)
         prompt += message
@@ -338,9 +342,9 @@ async def _measure(
 async def _hold(
     client: Client, conversations: Sequence[Conversation], think_ms: int, held: list[list[Completion]], until: int
 ) -> list[list[Completion]]:
-    said = held or [[]] * len(conversations)
+    answered = held or [[]] * len(conversations)
     return await asyncio.gather(
-        *(converse(client, talk, think_ms, own, until) for talk, own in zip(conversations, said, strict=True))
+        *(converse(client, talk, think_ms, own, until) for talk, own in zip(conversations, answered, strict=True))
     )
 
 

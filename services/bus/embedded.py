@@ -152,12 +152,12 @@ def _spawn(command: list[str]) -> "subprocess.Popen[bytes]":
 
 def _version(binary: str) -> tuple[int, int]:
     try:
-        said = subprocess.run(
+        version = subprocess.run(
             [binary, "--version"], capture_output=True, text=True, timeout=limits.VERSION_TIMEOUT_S, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return (0, 0)
-    found = re.search(r"v(\d+)\.(\d+)", said)
+    found = re.search(r"v(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

@@ -159,16 +159,16 @@ class MemoryBus:
 
     def _route(self, delivery: MemoryDelivery) -> bool:
         tokens = tuple(delivery.subject.split("."))
-        heard = [s for s in self._broker.subscriptions if matches(s.pattern, tokens)]
+        matching = [s for s in self._broker.subscriptions if matches(s.pattern, tokens)]
         groups: dict[str, list[MemorySubscription]] = {}
-        for subscription in heard:
+        for subscription in matching:
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
             else:
                 subscription.offer(delivery)
         for members in groups.values():
             members[next(self._broker.turn) % len(members)].offer(delivery)
-        return bool(heard)
+        return bool(matching)
 
 
 def matches(pattern: tuple[str, ...], subject: tuple[str, ...]) -> bool:

@@ -268,7 +268,7 @@ class BrokerClient(Client):
         super().__init__()
         self._own_transport = self._transport = BrokerTransport(ca)
         self._is_encrypted = is_encrypted
-        self.said = ""
+        self.broker_error = ""
         """The broker's own words, of the last error that it sent; empty once it has let us in."""
 
     async def _process_connect_init(self) -> None:
@@ -278,17 +278,17 @@ class BrokerClient(Client):
             unread = self._own_transport.unread()
             self._own_transport.give_up()
             if isinstance(error, Exception) and unread.startswith(ERR_OP):
-                self.said = _words(unread.split(b"\r\n", 1)[0].removeprefix(ERR_OP).decode(errors="replace"))
-                raise BrokerSaysError(self.said) from error
+                self.broker_error = _words(unread.split(b"\r\n", 1)[0].removeprefix(ERR_OP).decode(errors="replace"))
+                raise BrokerSaysError(self.broker_error) from error
             if isinstance(error, nats.errors.Error) and str(error).startswith("nats: '"):
-                self.said = _words(str(error))
+                self.broker_error = _words(str(error))
             raise
-        self.said = ""
+        self.broker_error = ""
 
     async def _process_err(self, err_msg: str) -> None:
-        self.said = _words(err_msg)
+        self.broker_error = _words(err_msg)
         if _TOO_MANY_SUBSCRIPTIONS in err_msg.lower():  # the connection stays, which the library would close for good
-            await self._error_cb(BrokerSaysError(self.said))
+            await self._error_cb(BrokerSaysError(self.broker_error))
             return
         await super()._process_err(err_msg)
 
@@ -332,7 +332,7 @@ class NatsBus:
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
-        self._said = ""
+        self._last_logged = ""
         self._inbox = ""
         """Where the messages of our round trips come back."""
         self._trips: dict[bytes, asyncio.Future[None]] = {}
@@ -352,7 +352,7 @@ class NatsBus:
     @property
     def last_words(self) -> str:
         """What the broker said of the last thing that it would not do; empty: nothing."""
-        return self._client.said
+        return self._client.broker_error
 
     @property
     def knows_its_clients(self) -> bool:
@@ -406,8 +406,9 @@ class NatsBus:
             # A timeout leaves the client half open: close it. The broker's own words say more than the library's error.
             if isinstance(error, TimeoutError):
                 await client.close()
-            if client.said:
-                raise BrokerUnreachableError(f"the broker at {bus._url} does not let us in: {client.said}") from error
+            if client.broker_error:
+                refusal = f"the broker at {bus._url} does not let us in: {client.broker_error}"
+                raise BrokerUnreachableError(refusal) from error
             cause = client.last_error or error
             reason = str(cause) if isinstance(cause, nats.errors.Error) else type(cause).__name__
             raise BrokerUnreachableError(
@@ -623,8 +624,8 @@ class NatsBus:
         if _REFUSED in text.lower() and self._renew is not None:
             self._renew_s = 0.0  # what we have is of no use any more
         # The library tries again several times a second: log the broker's words once, and not with each attempt.
-        if not self.is_connected and self._client.said and self.num_connects:
-            self._say_once(f"the broker at {self._url} does not let us in: {self._client.said}")
+        if not self.is_connected and self._client.broker_error and self.num_connects:
+            self._say_once(f"the broker at {self._url} does not let us in: {self._client.broker_error}")
             return
         # The subject of ended connections is optional: without it the scheduler relies on its pings.
         if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
@@ -638,8 +639,8 @@ class NatsBus:
 
     def _say_once(self, text: str) -> None:
         """Say what comes again with every attempt to connect."""
-        if text != self._said:
-            self._said = text
+        if text != self._last_logged:
+            self._last_logged = text
             log.warning("%s", text)
 
     async def _on_disconnected(self) -> None:
@@ -650,7 +651,7 @@ class NatsBus:
 
     async def _on_reconnected(self) -> None:
         self.num_connects += 1
-        self._said = ""
+        self._last_logged = ""
         self._reconnected_s = time.monotonic()
         log.warning("the broker at %s is back", self._url)
 
@@ -676,9 +677,9 @@ def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
             return BusError(subject, f"the broker did not do it ({error})")
 
 
-def _words(said: str) -> str:
+def _words(text: str) -> str:
     """Return a broker's error as a line may show it."""
-    shown = "".join(c for c in said.removeprefix("nats: ").strip().strip("'") if c.isprintable())
+    shown = "".join(c for c in text.removeprefix("nats: ").strip().strip("'") if c.isprintable())
     return shown[: limits.MAX_SAID]
 
 

@@ -32,16 +32,16 @@ from services.runtime import now_ms
 log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=Message)
-HeardT_co = TypeVar("HeardT_co", bound=Message, covariant=True)
+ReceivedT_co = TypeVar("ReceivedT_co", bound=Message, covariant=True)
 
 TRACEPARENT_HEADER = "traceparent"
 SCHEMA_HEADER = "Kvmesh-Schema"
 
 
-class Received(NamedTuple, Generic[HeardT_co]):
+class Received(NamedTuple, Generic[ReceivedT_co]):
     """A decoded message, its sender's trace context (W3C traceparent, empty if none) and its subject."""
 
-    message: HeardT_co
+    message: ReceivedT_co
     traceparent: str
     subject: str
 

@@ -67,29 +67,29 @@ class Board:
         """Add a message. `now_s`: monotonic; `now_ms`: the same, as deadlines have it."""
         match message:
             case WorkerLoad():
-                self._hear_load(message, now_s)
+                self._on_load(message, now_s)
             case WorkerLeft():
-                self._hear_left(message)
+                self._on_left(message)
             case KVLanded():
-                self._hear_landed(message, now_s)
+                self._on_landed(message, now_s)
             case observe.StoryMessage():
-                self._hear_event(message, now_s, now_ms)
+                self._on_event(message, now_s, now_ms)
             case _:
                 pass
 
-    def _hear_load(self, load: WorkerLoad, now_s: float) -> None:
+    def _on_load(self, load: WorkerLoad, now_s: float) -> None:
         known = self.loads.get(load.worker.worker_id)
         if known is not None:
             before = known[1] if known[1].worker.incarnation == load.worker.incarnation else None
             self.tokens.count(now_s, load.num_tokens - (before.num_tokens if before else 0))
         self.loads[load.worker.worker_id] = (now_s, load)
 
-    def _hear_left(self, left: WorkerLeft) -> None:
+    def _on_left(self, left: WorkerLeft) -> None:
         known = self.loads.get(left.worker_id)
         if known is not None and known[1].worker.incarnation == left.incarnation:
             del self.loads[left.worker_id]
 
-    def _hear_landed(self, landed: KVLanded, now_s: float) -> None:
+    def _on_landed(self, landed: KVLanded, now_s: float) -> None:
         key = (landed.source_worker, landed.target_worker)
         pair = self.pairs.get(key)
         if pair is None:
@@ -98,7 +98,7 @@ class Board:
         pair.transfers.count(now_s)
         pair.carrier, pair.last_s = landed.carrier, now_s
 
-    def _hear_event(self, event: observe.StoryMessage, now_s: float, now_ms: int) -> None:
+    def _on_event(self, event: observe.StoryMessage, now_s: float, now_ms: int) -> None:
         request_id = event.request_id
         phase = ""
         # Each kind of event begins a phase, or ends the request: then `phase` stays empty.
@@ -107,7 +107,7 @@ class Board:
                 phase = "placing"
             case observe.RequestPlaced():
                 phase = "prefill"
-            case observe.FirstTokenHeard():
+            case observe.FirstTokenReceived():
                 phase = "decode"
                 self.ttfts_ms.append(event.age_ms)
             case observe.RequestResumed():
@@ -139,7 +139,7 @@ class Board:
 
     def workers(self, now_s: float) -> Iterator[tuple[WorkerLoad, bool]]:
         """Yield the last load of each worker, by name, and whether the worker has been silent for SILENT_AFTER_S."""
-        for worker_id in [w for w, (heard_s, _) in self.loads.items() if heard_s < now_s - FORGET_AFTER_S]:
+        for worker_id in [w for w, (seen_s, _) in self.loads.items() if seen_s < now_s - FORGET_AFTER_S]:
             del self.loads[worker_id]
-        for _, (heard_s, load) in sorted(self.loads.items()):
-            yield load, heard_s < now_s - SILENT_AFTER_S
+        for _, (seen_s, load) in sorted(self.loads.items()):
+            yield load, seen_s < now_s - SILENT_AFTER_S

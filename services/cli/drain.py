@@ -93,8 +93,8 @@ async def _drain(access: BusAccess, worker_id: str, *, forced: bool) -> None:
                 raise UserError(f"there is no worker called {worker_id!r}: `kvmesh status` shows who there is")
             if worker.role == "store":
                 raise UserError(f"{worker_id} is a store, and no answers run there: end its process to have it leave")
-            said = await leaving.leave(worker, DrainWorker(forced=forced))
-        console.print(escape(said))
+            answer = await leaving.leave(worker, DrainWorker(forced=forced))
+        console.print(escape(answer))
     finally:
         await connection.close()
 

@@ -3,12 +3,12 @@
 import os
 import sys
 
-from services.ending import end_when_told
+from services.ending import end_on_signal
 
 
 def main() -> None:
     """Run the command."""
-    end_when_told()
+    end_on_signal()
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.ignore_environment:
         _begin_in_utf_8()
     from services.cli.app import run

@@ -39,19 +39,20 @@ async def sub(access: BusAccess, pattern: str, stop: asyncio.Event) -> None:
     """Print what is published, as it comes, until `stop`. Raises UserError."""
     _check(pattern)
     found = subjects_of(pattern)
-    unheard = not_received_by(access.identity.role, found) if access.identity else []
-    if found and len(unheard) == len(found):
+    not_received = not_received_by(access.identity.role, found) if access.identity else []
+    if found and len(not_received) == len(found):
         raise UserError(f"an observer does not hear {pattern}, an operator does: pass --operator")
     console = Console(highlight=False, soft_wrap=True)
     bus = await NatsBus.connect(access, "kvmesh-sub")
     try:
         subscription = await bus.subscribe(pattern)
         await bus.flush()
-        notes = "" if found else ": nothing of the mesh is said there"
-        if unheard:
-            named = ", ".join(subject.named for subject in unheard)
-            notes = f": all but {named if len(unheard) < 4 else f'{len(unheard)} subjects'}, which --operator hears"
-        console.print(Text(f"hearing {pattern}{notes}. Ctrl-C ends it.", style="dim"))
+        notes = "" if found else ": nothing of the mesh is published there"
+        if not_received:
+            named = ", ".join(subject.named for subject in not_received)
+            which = named if len(not_received) < 4 else f"{len(not_received)} subjects"
+            notes = f": all but {which}, which --operator receives"
+        console.print(Text(f"receiving {pattern}{notes}. Ctrl-C ends it.", style="dim"))
         await ended_before(stop, _print(subscription, console))
     except BusError as error:
         raise UserError(f"{pattern} cannot be heard: {error}") from error

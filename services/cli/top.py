@@ -26,7 +26,7 @@ from services.runtime import now_ms
 from services.trust.keys import BusAccess
 
 MAX_PAIRS = 8
-HEARD: tuple[Subject[Any, None], ...] = (
+SHOWN: tuple[Subject[Any, None], ...] = (
     subjects.LOAD,
     subjects.LEFT,
     subjects.LANDED,
@@ -73,11 +73,11 @@ async def listening(access: BusAccess, board: Board) -> AsyncGenerator[None]:
 
 
 async def _listen(bus: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None:
-    def hear(received: Received[Message]) -> None:
+    def receive(received: Received[Message]) -> None:
         board.add_message(received.message, time.monotonic(), now_ms())
 
-    for subject in HEARD:
-        await bus.listen(tasks, subject, ("*",) * len(subject.ids), hear)
+    for subject in SHOWN:
+        await bus.listen(tasks, subject, ("*",) * len(subject.ids), receive)
     await bus.connection.flush()
 
 

@@ -136,22 +136,22 @@ def hand_over_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now_
     if first is None:
         attempt.kv.landed(event.read.holder, event.outcome)
         return _go_without(attempts, attempt, event.reason, now_ms)
-    told = _landed(attempts, attempt, event)
+    actions = _landed(attempts, attempt, event)
     if first.finish_reason is not None:
-        return told + attempts.forget_attempt(attempt, now_ms)
+        return actions + attempts.forget_attempt(attempt, now_ms)
     attempt.kv.landed(upstream_of(attempt).worker_id, event.outcome)
     attempt.token_ids.append(first.token_id)
-    return [*told, attempts.submit(attempt)]
+    return [*actions, attempts.submit(attempt)]
 
 
 def ended_read_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now_ms: int) -> list[Action]:
     """Nothing writes the blocks of an attempt any more that has ended. The source is told how the hand-over went."""
-    told: list[Action] = []
+    actions: list[Action] = []
     if event.first_token is not None:
-        told = _landed(attempts, attempt, event)
+        actions = _landed(attempts, attempt, event)
     elif event.read.is_hand_over:
-        told = [attempts.abort(attempt, event.reason)]
-    return told + attempts.forget_attempt(attempt, now_ms)
+        actions = [attempts.abort(attempt, event.reason)]
+    return actions + attempts.forget_attempt(attempt, now_ms)
 
 
 def _landed(attempts: Attempts, attempt: Attempt, event: ReadEnded) -> list[Action]:

@@ -22,7 +22,7 @@ from services.directory.events import (
     ReadPage,
     Sweep,
     WorkerGone,
-    WorkerHeard,
+    WorkerSeen,
 )
 from services.directory.map import TIERS, BlockMap, Owner
 from services.times import DirectoryTimes
@@ -36,7 +36,7 @@ class Holder:
 
     worker_id: WorkerId
     incarnation: str
-    heard_ms: int
+    seen_ms: int
     room: Mapping[Tier, int] | None = None
     """For how many blocks it has room on each tier that it has, as it says; None: it has not said."""
     num_of: dict[int, int] = field(default_factory=dict[int, int])
@@ -129,8 +129,8 @@ class DirectoryCore:
     def handle(self, event: Event, now_ms: int) -> list[Action]:
         """React to what has happened: return what is to be done."""
         match event:
-            case WorkerHeard():
-                actions = self._heard(event, now_ms)
+            case WorkerSeen():
+                actions = self._seen(event, now_ms)
             case WorkerGone(worker_id=worker_id, incarnation=incarnation):
                 actions = self._gone(worker_id, incarnation)
             case BlocksChanged(message=message):
@@ -146,7 +146,7 @@ class DirectoryCore:
     def tick(self, now_ms: int) -> list[Action]:
         """Forget the holders that have been silent for long."""
         for holder in list(self._holders.values()):
-            if now_ms - holder.heard_ms > self._forget_after_ms:
+            if now_ms - holder.seen_ms > self._forget_after_ms:
                 self._drop(holder)
         return self._start_sweep()
 
@@ -175,14 +175,14 @@ class DirectoryCore:
         shown = [bit for holder in self._holders.values() for bit in holder.bits.values()]
         assert self._map.shown_bits == sum(shown), "the holders' bits are shown, each once"
 
-    def _heard(self, event: WorkerHeard, now_ms: int) -> list[Action]:
+    def _seen(self, event: WorkerSeen, now_ms: int) -> list[Action]:
         """An incarnation that was not known before is asked for what it holds."""
         worker_id, incarnation = event.worker_id, event.incarnation
         if self._is_ended(worker_id, incarnation):
             return self._ask_ended(worker_id, incarnation)
         known = self._holders.get(worker_id)
         if known is not None and known.incarnation == incarnation:
-            known.heard_ms = now_ms
+            known.seen_ms = now_ms
             known.room = known.room if event.room is None else event.room
             known.must_read |= known.is_over_room
             return self._start_reading(known) if known.must_read and not known.is_reading else []
@@ -218,7 +218,7 @@ class DirectoryCore:
             if self._has_no_room_for(event.worker_id):
                 return []
             holder = self._replace(event.worker_id, event.incarnation, now_ms)
-        holder.heard_ms = now_ms
+        holder.seen_ms = now_ms
         if event.sequence <= holder.sequence:
             return []  # heard before, or in the inventory already
         has_room = holder.queue_event(event)

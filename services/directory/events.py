@@ -34,7 +34,7 @@ Action = ReadPage | Sweep
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHeard:
+class WorkerSeen:
     """A worker has said that it lives."""
 
     worker_id: WorkerId
@@ -79,4 +79,4 @@ class EventsMissed:
     """Events may have been lost on their way here, without a later one that would show the gap."""
 
 
-Event = WorkerHeard | WorkerGone | BlocksChanged | PageRead | PageMissing | EventsMissed
+Event = WorkerSeen | WorkerGone | BlocksChanged | PageRead | PageMissing | EventsMissed

@@ -55,7 +55,7 @@ class Run:
     slowest: int = 0
     num_blocks: int = 0
 
-    def told(self) -> HolderPrefix:
+    def as_message(self) -> HolderPrefix:
         return HolderPrefix(
             worker_id=self.owner.worker_id,
             incarnation=self.owner.incarnation,
@@ -238,7 +238,7 @@ class BlockMap:
             *heapq.nsmallest(limits.MAX_PREFIXES, (run for run in runs if run.first_block == 0), _longest_first),
             *heapq.nsmallest(limits.MAX_LATER_RUNS, (run for run in runs if run.first_block > 0), _longest_first),
         )
-        return tuple(run.told() for run in longest)
+        return tuple(run.as_message() for run in longest)
 
     def heat(self, bits: int, joined: bytes) -> bytes:
         """Return how often `locate` asked for each of these blocks lately, a byte each, `MAX_HEAT` at most; 0 for one

@@ -40,7 +40,7 @@ from services.directory.events import (
     ReadPage,
     Sweep,
     WorkerGone,
-    WorkerHeard,
+    WorkerSeen,
 )
 from services.keep import keep_traces
 from services.metric_names import DIRECTORY_BLOCKS, DIRECTORY_HOLDERS
@@ -90,8 +90,8 @@ class Directory:
     async def begin_serving(self) -> None:
         """Listen and answer from now on. Raises BusError."""
         await self._bus.announce("knows which worker is said to hold which KV blocks")
-        await self._listen(subjects.JOINED, _worker_heard)
-        await self._listen(subjects.LOAD, _worker_heard)
+        await self._listen(subjects.JOINED, _worker_seen)
+        await self._listen(subjects.LOAD, _worker_seen)
         await self._listen(subjects.LEFT, _worker_gone)
         await self._listen(subjects.STORED, _blocks_changed)
         await self._listen(subjects.EVICTED, _blocks_changed)
@@ -111,7 +111,7 @@ class Directory:
     async def _listen(self, subject: Subject[CarriesT, None], event_of: Callable[[CarriesT], Event]) -> None:
         """Bring the core what every worker says on this subject. `event_of` raises ValueError for what is malformed."""
 
-        def hear(received: Received[CarriesT]) -> None:
+        def receive(received: Received[CarriesT]) -> None:
             try:
                 event = event_of(received.message)
             except ValueError as error:
@@ -120,7 +120,7 @@ class Directory:
                 return
             self._handle(event)
 
-        await self._bus.listen(self._tasks, subject, ("*",), hear)
+        await self._bus.listen(self._tasks, subject, ("*",), receive)
 
     async def _locate(self, received: Received[LocateBlocks]) -> BlocksLocated:
         request, began_ns = received.message, time.monotonic_ns()
@@ -226,8 +226,8 @@ def _leading(joined: bytes) -> bytes:
     return joined[: num_blocks * BLOCK_HASH_BYTES]
 
 
-def _worker_heard(message: WorkerJoined | WorkerLoad) -> WorkerHeard:
-    return WorkerHeard(message.worker.worker_id, message.worker.incarnation, _room_of(message.worker))
+def _worker_seen(message: WorkerJoined | WorkerLoad) -> WorkerSeen:
+    return WorkerSeen(message.worker.worker_id, message.worker.incarnation, _room_of(message.worker))
 
 
 def _room_of(worker: WorkerInfo) -> dict[Tier, int]:

@@ -353,9 +353,9 @@ def _check_rope(config: dict[str, Any], name: str) -> None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind in BATCH_DEPENDENT_ROPE:
             raise CheckpointError(f"{name} uses {kind} rope scaling, which is not served: choose another model")
-    # Collect contradictions as (name, one value, other value). First: both keys of one rope name a type.
-    said = [("type", rope["rope_type"], rope["type"]) for rope in ropes if {"rope_type", "type"} <= rope.keys()]
-    said = [pair for pair in said if pair[1] != pair[2]]
+    # Collect conflicts as (name, one value, other value). First: both keys of one rope name a type.
+    conflicts = [("type", rope["rope_type"], rope["type"]) for rope in ropes if {"rope_type", "type"} <= rope.keys()]
+    conflicts = [pair for pair in conflicts if pair[1] != pair[2]]
     # Second: numbers outside of the ropes. Each must be in one of the ropes; where none has it, all names outside
     # must have the same value.
     outside: dict[str, Any] = {}
@@ -364,15 +364,15 @@ def _check_rope(config: dict[str, Any], name: str) -> None:
         for value in (config[key] for key in names if config.get(key) is not None):
             known = known or [value]
             outside.setdefault(names[0], value)
-            said += [(names[0], value, known[0])] if value not in known else []
+            conflicts += [(names[0], value, known[0])] if value not in known else []
     # Third: where both fields hold a rope for all layers, compare them key by key. Numbers from outside and the
     # default type fill the gaps: what one field leaves out is no contradiction then.
     if len(given) == len(ROPE_FIELDS) and not any(per_type):
         new, old = ({**outside, "rope_type": rope.get("type", "default"), **rope} for rope in given)
         pairs = ((key, new.get(key), old.get(key)) for key in sorted((new.keys() | old.keys()) - {"type"}))
-        said += [pair for pair in pairs if pair[1] != pair[2]]
-    if said:
-        what, one, other = said[0]
+        conflicts += [pair for pair in pairs if pair[1] != pair[2]]
+    if conflicts:
+        what, one, other = conflicts[0]
         raise CheckpointError(
             f"{name}/config.json contradicts itself: its rope's {what} is {one!r:.80} and {other!r:.80}; "
             "keep the one that the model was trained with"

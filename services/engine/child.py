@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 
 from dataplane.memory.arena import Arena
-from services.ending import hear_no_signal
+from services.ending import ignore_signals
 from services.engine.ipc import (
     Channel,
     EngineReady,
@@ -95,7 +95,7 @@ def _listen(channel: Channel[ToProcess], loop: EngineLoop, received: Iterable[To
 def main(name: str, channel: int, table: int, bell: int) -> int:
     """Be the engine of the worker of this name; return the exit code. The others are file descriptors."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{name} engine".encode()[:SHOWN_BYTES])
-    hear_no_signal()
+    ignore_signals()
     configure_logging(name)
     ours: Channel[ToProcess] = Channel(socket.socket(fileno=channel), os.eventfd(0, os.EFD_CLOEXEC), ToProcess)
     return serve_worker(ours, table, bell)

@@ -230,7 +230,7 @@ class EngineClient(ABC):
                     self._unlisten(row)
                     self._free_rows.append(row)
 
-    def _tell_death(self, reason: str, in_step: Iterable[int]) -> None:
+    def _report_death(self, reason: str, in_step: Iterable[int]) -> None:
         """The engine is dead, and had these in its step: it has nothing any more."""
         had = self._end_all(reason)
         computed = {number: had[number].request_id for number in in_step if number in had}

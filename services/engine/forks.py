@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from services.ending import hear_no_signal
+from services.ending import ignore_signals
 from services.engine import child
 from services.engine.loading import import_engine
 from services.engine.starter import MAX_NAME_BYTES, REPORT, is_readable
@@ -119,7 +119,7 @@ def _be_engine(name: str, channel: int, table: int, bell: int, log_file: int) ->
 
 def main(engine: str, orders: int) -> None:
     """Serve whoever has the other end of this socket."""
-    hear_no_signal()
+    ignore_signals()
     configure_logging("engines")
     with contextlib.suppress(ImportError):  # who makes an engine says what is lacking
         import_engine(engine)

@@ -32,7 +32,7 @@ class _Listened(NamedTuple):
     """Who hears of the layers that a row tells, and what it has heard of them."""
 
     listener: LayerListener
-    heard: npt.NDArray[np.int64]
+    announced: npt.NDArray[np.int64]
 
 
 class EngineProcess(EngineClient):
@@ -104,7 +104,7 @@ class EngineProcess(EngineClient):
                 return self._fail_left()
             in_step = self._child.table.in_step()
             self._child.channel.close()
-            self._tell_death(reason, in_step)
+            self._report_death(reason, in_step)
             self._lives = msgspec.structs.replace(self._lives, num_deaths=self._lives.num_deaths + 1)
             is_back = False
             while not is_back:
@@ -124,7 +124,7 @@ class EngineProcess(EngineClient):
             while silent_s < self._step_timeout_s:
                 is_busy, began_s = bool(self._given), time.monotonic()
                 messages = child.channel.wait_messages(look_s)
-                self._tell_layers()  # written before what is said now
+                self._announce_layers()  # written before what is said now
                 for message in messages:
                     if isinstance(message, EngineReady | EngineRefused):
                         raise IpcError("it was ready before")
@@ -166,9 +166,9 @@ class EngineProcess(EngineClient):
             self._is_ready = True
         return True
 
-    def _tell_layers(self) -> None:
-        for row, (listener, heard) in list(self._listened.items()):
+    def _announce_layers(self) -> None:
+        for row, (listener, announced) in list(self._listened.items()):
             now = self._child.table.rows[row].copy()
-            for layer in np.flatnonzero(now != heard):
+            for layer in np.flatnonzero(now != announced):
                 listener.advance(int(layer), int(now[layer]))
-            heard[:] = now
+            announced[:] = now

@@ -41,7 +41,7 @@ class EngineChild:
         """Start it. Raises OSError where there is no process or descriptor to be had."""
         self.ready_ms = self.num_bytes = 0
         """What it took to be ready, and the memory that it has of its own, once it is."""
-        self._said: EngineReady | None = None
+        self._ready: EngineReady | None = None
         self._started_s = time.monotonic()
         num_layers = order.shape.layout.num_layers
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
@@ -75,8 +75,8 @@ class EngineChild:
     def wait_ready(self, timeout_s: float = math.inf) -> EngineReady:
         """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended, or takes
         more than `timeout_s` from its start, and is ended."""
-        if self._said is not None:
-            return self._said
+        if self._ready is not None:
+            return self._ready
         # The starter may still be importing: the time until it forks counts towards `timeout_s`.
         self.process.wait_forked(timeout_s)
         try:
@@ -92,7 +92,7 @@ class EngineChild:
                     # Measure load time and memory: from the first engine's time follows how long others may load.
                     self.ready_ms = round(1000 * (time.monotonic() - self._started_s))
                     self.num_bytes = own_bytes(self.process.pid)
-                    self._said = message
+                    self._ready = message
                     return message
         except BaseException as error:
             # Leave no process behind. Take the exit code of one that ended by itself before `end_child`, whose kill

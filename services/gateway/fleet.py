@@ -54,7 +54,7 @@ class Fleet:
     def block_counts(self, now_ms: int) -> dict[WorkerId, BlockCounts]:
         """Return what the workers last said of their blocks. One that has said nothing for long is left out."""
         oldest_ms = now_ms - self._kept_ms
-        for worker_id in [w for w, (heard_ms, _) in self._loads.items() if heard_ms < oldest_ms]:
+        for worker_id in [w for w, (seen_ms, _) in self._loads.items() if seen_ms < oldest_ms]:
             del self._loads[worker_id]
         return {worker_id: load.blocks for worker_id, (_, load) in self._loads.items()}
 

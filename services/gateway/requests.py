@@ -73,7 +73,7 @@ from services.gateway.request.job import (
     place_request,
     tokens_received,
 )
-from services.gateway.request.live import LiveRequest, Told
+from services.gateway.request.live import LiveRequest, Published
 from services.gateway.request.mailbox import Mailbox
 from services.keep import keep_traces
 from services.presence import FailureDetector
@@ -133,7 +133,7 @@ class Requests:
             job.request_id, job.sampling.max_tokens, self.config, self._detector, must_split=job.must_split
         )
         proof, now = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms), now_ms()
-        live = LiveRequest(job, choice, mailbox, core, job.prompt, proof, now, Told("placing", now))
+        live = LiveRequest(job, choice, mailbox, core, job.prompt, proof, now, Published("placing", now))
         self._live[job.request_id] = live
         self._idle.clear()
         self._stories.accepted(live)
@@ -197,7 +197,7 @@ class Requests:
 
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id
-        self._detector.heard(now_ms())
+        self._detector.received(now_ms())
         for share in received.message.requests:
             live = self._live.get(RequestId(share.request_id))
             if live is not None:
@@ -216,7 +216,7 @@ class Requests:
     def _on_fleet(self, received: Received[FleetMessage]) -> None:
         time_ms = now_ms()
         events = self._fleet.apply(received.message, time_ms)
-        self._detector.heard(time_ms)
+        self._detector.received(time_ms)
         for event in events:
             for live in list(self._live.values()):
                 self.handle(live, event)
@@ -403,9 +403,9 @@ class Requests:
         try:
             reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), trace or job.trace)
         except NoRespondersError:
-            self._detector.heard(now_ms())
+            self._detector.received(now_ms())
             raise
-        self._detector.heard(now_ms())
+        self._detector.received(now_ms())
         return reply
 
 

@@ -35,16 +35,16 @@ class LoadPublisher:
     def __init__(self, outbox: Outbox, times: PresenceTimes) -> None:
         self._outbox = outbox
         self._times = times
-        self._told: WorkerLoad | None = None
-        self._told_ms = 0
+        self._published: WorkerLoad | None = None
+        self._published_ms = 0
 
     def publish_due(self, load: WorkerLoad, now_ms: int) -> None:
         """To be called every `beat_interval_ms`, and where something may have changed."""
         # Half a beat early is in time: else a timer that is a little early would skip a whole beat.
-        is_due = now_ms - self._told_ms >= self._times.load_interval_ms - self._times.beat_interval_ms // 2
+        is_due = now_ms - self._published_ms >= self._times.load_interval_ms - self._times.beat_interval_ms // 2
         worker = load.worker
-        if is_due or self._told is None or _weighed(load) != _weighed(self._told):
-            self._told, self._told_ms = load, now_ms
+        if is_due or self._published is None or _weighed(load) != _weighed(self._published):
+            self._published, self._published_ms = load, now_ms
             self._outbox.put(subjects.LOAD, (worker.worker_id,), load)
         else:
             beat = WorkerBeat(worker_id=worker.worker_id, incarnation=worker.incarnation)
@@ -84,7 +84,7 @@ class Reporter:
             self.identity,
             incarnation=self.blocks.incarnation,
             carriers=endpoint.carriers if endpoint else (),
-            endpoint=endpoint.told if endpoint else None,
+            endpoint=endpoint.public if endpoint else None,
         )
 
     @property

@@ -64,12 +64,12 @@ class NameHolder:
         subject, headers = subjects.CLAIM.of(self._claim.name), headers_of(self._claim, "")
         with contextlib.suppress(BusError):
             while self.lost_to is None and (left_s := until_s - loop.time()) > 0:
-                self._hear(await self._bus.request(subject, encode(self._claim), headers, left_s))
+                self._received(await self._bus.request(subject, encode(self._claim), headers, left_s))
 
     async def answer(self, subscription: Subscription) -> None:
         """Tell whoever else asks who keeps the name, and no more once it is not us."""
         async for delivery in subscription:
-            if not is_led_elsewhere(subjects.CLAIM, delivery) and self._hear(delivery):
+            if not is_led_elsewhere(subjects.CLAIM, delivery) and self._received(delivery):
                 kept = self.lost_to or self._claim
                 with contextlib.suppress(BusError):
                     await delivery.respond(encode(kept), headers_of(kept, ""))
@@ -88,7 +88,7 @@ class NameHolder:
                 self._claim = msgspec.structs.replace(self._claim, settled=True)
             await asyncio.sleep(self._within_s)
 
-    def _hear(self, delivery: Delivery) -> bool:
+    def _received(self, delivery: Delivery) -> bool:
         """Say whether this is somebody else's claim. If that one keeps the name, ours ends."""
         try:
             other = decode(delivery.payload, ClaimName)

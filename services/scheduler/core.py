@@ -108,18 +108,18 @@ class SchedulerCore:
         """React to what has happened: return what is to be done."""
         # All events but these three have come through the broker: they prove that this process is not partitioned.
         if not isinstance(event, PingUnanswered | BusConnected | BusProved):
-            self._detector.heard(now_ms)
+            self._detector.received(now_ms)
         # An incarnation that has left counts no more: its end is published again, so that it rejoins as a new one.
         match event:
             case WorkerJoined(worker=info) | WorkerLoad(worker=info):
                 if self._fences.holds(info.worker_id, info.incarnation):
                     return self._repeat_left(info.worker_id, info.incarnation, now_ms)
-                return self._hear(event, info, now_ms)
+                return self._worker_published(event, info, now_ms)
             case WorkerBeat(worker_id=worker_id, incarnation=incarnation):
                 if self._fences.holds(worker_id, incarnation):
                     return self._repeat_left(worker_id, incarnation, now_ms)
                 if member := self._member(worker_id, incarnation):
-                    self._heard(worker_id, member, now_ms)
+                    self._seen(worker_id, member, now_ms)
             case ConnectionEnded(name=name):
                 if member := self._members.get(WorkerId(name)):
                     self._doubt(member, now_ms)
@@ -144,7 +144,7 @@ class SchedulerCore:
         silent = [
             worker_id
             for worker_id, member in self._quiet(limit_ms, now_ms)
-            if self._detector.is_silent(member.peer.heard_ms, limit_ms, now_ms)
+            if self._detector.is_silent(member.peer.seen_ms, limit_ms, now_ms)
         ]
         actions: list[Action] = [self._declare(worker_id, LeftReason.SILENT, now_ms) for worker_id in silent]
         ping_ms = self._settings.ping_interval_ms
@@ -217,7 +217,7 @@ class SchedulerCore:
             for key, worker in self._fleet.workers.items()
         ]
 
-    def _hear(self, event: WorkerJoined | WorkerLoad, info: WorkerInfo, now_ms: int) -> list[Action]:
+    def _worker_published(self, event: WorkerJoined | WorkerLoad, info: WorkerInfo, now_ms: int) -> list[Action]:
         actions: list[Action] = []
         member = self._members.get(info.worker_id)
         if member is not None and member.worker.info.incarnation != info.incarnation:
@@ -227,7 +227,7 @@ class SchedulerCore:
             worker = self._fleet.add_worker(info)
             member = self._members[info.worker_id] = Member(worker, Peer(now_ms), next_ping_ms=now_ms)
             self._doubt(member, now_ms)
-        self._heard(info.worker_id, member, now_ms)
+        self._seen(info.worker_id, member, now_ms)
         if isinstance(event, WorkerLoad):
             self._fleet.note_load(event, now_ms)
         return actions
@@ -244,7 +244,7 @@ class SchedulerCore:
                 if (event.worker_id, event.incarnation) == (ping.worker_id, ping.incarnation):
                     member.serves_pings = True
                     self._doubted.pop(ping.worker_id, None)
-                    self._heard(ping.worker_id, member, now_ms)
+                    self._seen(ping.worker_id, member, now_ms)
             case PingUnserved():
                 gap_ms = self._settings.ping_interval_ms // SECOND_PING_SHARE
                 is_gone = member.peer.is_gone(ping.sent_ms, self._detector, now_ms, gap_ms)
@@ -284,7 +284,7 @@ class SchedulerCore:
     def _overdue_ms(self, now_ms: int) -> int:
         """Return when the next worker will be overdue if it says nothing more."""
         limit_ms = OVERDUE_PINGS * self._settings.ping_interval_ms
-        left_ms = (limit_ms - self._detector.quiet_ms(m.peer.heard_ms, now_ms) for m in self._members.values())
+        left_ms = (limit_ms - self._detector.quiet_ms(m.peer.seen_ms, now_ms) for m in self._members.values())
         return now_ms + max(LOOK_GAP_MS, next((left for left in left_ms if left > 0), limit_ms))
 
     def _member(self, worker_id: WorkerId, incarnation: str) -> Member | None:
@@ -296,17 +296,17 @@ class SchedulerCore:
         return {
             worker_id
             for worker_id, member in self._quiet(self._settings.suspect_after_ms, now_ms)
-            if self._detector.quiet_ms(member.peer.heard_ms, now_ms) >= self._patience_ms(member)
+            if self._detector.quiet_ms(member.peer.seen_ms, now_ms) >= self._patience_ms(member)
         }
 
     def _quiet(self, limit_ms: int, now_ms: int) -> Iterator[tuple[WorkerId, Member]]:
         """Return who has said nothing for so long."""
         for worker_id, member in self._members.items():
-            if self._detector.quiet_ms(member.peer.heard_ms, now_ms) < limit_ms:
+            if self._detector.quiet_ms(member.peer.seen_ms, now_ms) < limit_ms:
                 break
             yield worker_id, member
 
-    def _heard(self, worker_id: WorkerId, member: Member, now_ms: int) -> None:
+    def _seen(self, worker_id: WorkerId, member: Member, now_ms: int) -> None:
         member.peer.seen(now_ms)
         self._members[worker_id] = self._members.pop(worker_id)
 

@@ -26,9 +26,9 @@ class OldestClock:
             self.clock.follow_machine()
         return TimeAnswered(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self._token)
 
-    def follows(self, told: TimeAnswered) -> bool:
+    def follows(self, answer: TimeAnswered) -> bool:
         """Say whether this scheduler goes by the one that has told the time; both decide alike."""
-        follows = is_older(told, self._age_ms(), self._token)
+        follows = is_older(answer, self._age_ms(), self._token)
         if follows:
             self._older_ns = time.monotonic_ns()
         return follows

@@ -117,14 +117,14 @@ class Scheduler:
     async def listen(self) -> None:
         """Hear the fleet, and answer what is asked."""
         for subject in FLEET_SUBJECTS:
-            await self._bus.listen(self._tasks, subject, ("*",), self._hear)
+            await self._bus.listen(self._tasks, subject, ("*",), self._received)
         await keep_traces(self._bus, self._tasks, self._telemetry)
         await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
         await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
         await self._bus.serve(self._tasks, subjects.TIME, (), self._oldest.answer_time)
         await self._bus.serve(self._tasks, subjects.LEAVE, ("*",), self._leave)
         ends = await self._bus.connection.subscribe(DISCONNECTED)
-        self._start(lasting(partial(self._hear_ends, ends), "hearing whose connection ends"), "hear ends")
+        self._start(lasting(partial(self._receive_ends, ends), "hearing whose connection ends"), "hear ends")
         oldest, times = self._oldest, self._times.telemetry
         keeps_time = partial(keep_time, self._bus.connection, oldest.clock, self._bus.metrics, times, oldest.follows)
         self._start(lasting(keeps_time, "keeping the time"), "keep the time")
@@ -148,12 +148,12 @@ class Scheduler:
         for task in list(self._running):
             task.cancel()
 
-    async def _hear_ends(self, ends: Subscription) -> None:
+    async def _receive_ends(self, ends: Subscription) -> None:
         """Where the broker does not say it, those who are quiet are asked all the same."""
         async for end in ends:
             self._take_in(ConnectionEnded(name_of(end.payload)))
 
-    def _hear(self, received: Received[FleetEvent]) -> None:
+    def _received(self, received: Received[FleetEvent]) -> None:
         message = received.message
         worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
         if is_subject_token(worker_id):

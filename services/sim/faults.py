@@ -28,7 +28,7 @@ class FaultActor:
         self._context = contextvars.copy_context()
         """Faults run in this context. Where a message causes one, the context at hand is that of the sender's process,
         which may be the one that is paused."""
-        mesh.broker.taps.append(self._hear)
+        mesh.broker.taps.append(self._on_message)
 
     def begin(self, scenario: Scenario) -> None:
         """Start the scenario's clock."""
@@ -73,7 +73,7 @@ class FaultActor:
             self._counts["disconnect"] += 1
             asyncio.get_running_loop().call_later(self._rng.uniform(0.0, 0.4), exchange.hang_up)
 
-    def _hear(self, subject: str, _source: str) -> None:
+    def _on_message(self, subject: str, _source: str) -> None:
         if not self._waiting:
             return
         word = subject.rsplit(".", 1)[-1]

@@ -53,8 +53,8 @@ class BlockValues:
             np.copyto(body[at : at + view.nbytes], view)  # lets other threads run
             at += view.nbytes
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        said = (_MAGIC, FORMAT_VERSION, self.contents.format_digest, key, self._num_bytes, tag, nonce)
-        _HEADER.pack_into(value, 0, *said, bytes(_MAC_BYTES))
+        signed = (_MAGIC, FORMAT_VERSION, self.contents.format_digest, key, self._num_bytes, tag, nonce)
+        _HEADER.pack_into(value, 0, *signed, bytes(_MAC_BYTES))
         mac = _mac(self.contents.secrets.keys_for(b"value" + nonce)[0], memoryview(value), body)
         value[HEADER_BYTES - _MAC_BYTES : HEADER_BYTES] = mac
         return value

@@ -108,7 +108,7 @@ class CertificateFile:
         self._files = (path,) if key is None else (path, key)
         self._loaded = self._seen = self._state()
         self._ends = _first_end(path)
-        self._said: datetime.datetime | None = None
+        self._warned_at: datetime.datetime | None = None
         """When it was last said that the end is near."""
         self._say_end()
 
@@ -143,15 +143,15 @@ class CertificateFile:
         except UserError as error:
             log.warning("%s has changed, and what was read before stays in use: %s", self._path, error)
             return
-        self._ends, self._said = _first_end(self._path), None
+        self._ends, self._warned_at = _first_end(self._path), None
         log.warning("%s has changed and was read again, its end is %s", self._path, self._ends)
 
     def _say_end(self) -> None:
         """Say once a day that the end is near."""
         now = datetime.datetime.now(datetime.UTC)
-        if self._ends is None or self._ends - now > _ENDS_SOON or (self._said and now - self._said < _DAY):
+        if self._ends is None or self._ends - now > _ENDS_SOON or (self._warned_at and now - self._warned_at < _DAY):
             return
-        self._said = now
+        self._warned_at = now
         word = "ends" if self._ends > now else "has ended"
         log.warning("a certificate in %s %s at %s: put the next one in its place", self._path, word, self._ends)
 

@@ -84,10 +84,10 @@ def revoke_member(folder: Path, name: str) -> None:
     path = folder / BROKER_FILE
     with _written(folder):
         config = path.read_text("utf-8")
-        told, num_told = re.subn(rf"(?m)^(\s*{mesh.account}:\s*)\S+", rf"\g<1>{mesh.account_token()}", config)
-        if num_told != 1:
+        replaced, num_replaced = re.subn(rf"(?m)^(\s*{mesh.account}:\s*)\S+", rf"\g<1>{mesh.account_token()}", config)
+        if num_replaced != 1:
             raise UserError(f"{path} does not name this mesh: put back what `kvmesh bus-config` has written")
-        replace_private(path, told.encode())
+        replace_private(path, replaced.encode())
         replace_private(folder / MESH_FILE, msgspec.json.encode(mesh))
 
 

@@ -138,7 +138,7 @@ def _template(role: Role) -> dict[str, Any]:
     permissions = permissions_of(role, _NAME)
     template: dict[str, Any] = {
         "pub": {"allow": permissions.publish},
-        "sub": {"allow": permissions.subscribe, "deny": permissions.unheard},
+        "sub": {"allow": permissions.subscribe, "deny": permissions.undelivered},
         **_USER_LIMITS,
     }
     if permissions.may_answer:

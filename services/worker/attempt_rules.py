@@ -70,8 +70,8 @@ def ended_removed(attempts: Attempts, attempt: Attempt, _: SequenceRemoved, now_
 def sequence_failed(attempts: Attempts, attempt: Attempt, event: SequenceFailed, now_ms: int) -> list[Action]:
     """The engine cannot compute an attempt."""
     attempt.outcome = attempt.outcome or event.reason
-    told = [] if attempt.has_ended else [attempts.emit_failure(attempt, event.code, event.reason)]
-    return told + _dropped_by_engine(attempts, attempt) + attempts.forget_attempt(attempt, now_ms)
+    actions = [] if attempt.has_ended else [attempts.emit_failure(attempt, event.code, event.reason)]
+    return actions + _dropped_by_engine(attempts, attempt) + attempts.forget_attempt(attempt, now_ms)
 
 
 def engine_died(attempts: Attempts, attempt: Attempt, event: EngineDied, now_ms: int) -> list[Action]:
@@ -79,7 +79,7 @@ def engine_died(attempts: Attempts, attempt: Attempt, event: EngineDied, now_ms:
     had, actions = attempt.key in event.had, list[Action]()
     if not attempt.has_ended:
         in_step = attempt.key in event.in_step
-        actions.append(attempts.tell_held(attempt, AttemptFailure.ENGINE_DIED, event.reason, now_ms, in_step=in_step))
+        actions.append(attempts.report_held(attempt, AttemptFailure.ENGINE_DIED, event.reason, now_ms, in_step=in_step))
     if not had:  # a read may still write its blocks
         return actions + attempts.end_attempt(attempt, event.reason, now_ms)
     attempt.outcome = attempt.outcome or event.reason
@@ -125,8 +125,8 @@ def deadline_passed(attempts: Attempts, attempt: Attempt, _: DeadlinePassed, now
         awaited = "decode" if attempt.stage is RunStage.COMPUTING else "its KV"
         detail = f"the deadline passed while waiting for {awaited}"
         return attempts.fail(attempt, AttemptFailure.DEADLINE, detail, now_ms)
-    told = attempts.emit_failure(attempt, AttemptFailure.DEADLINE, "the deadline passed during prefill")
-    return [told, *attempts.end_attempt(attempt, "deadline", now_ms)]
+    actions = attempts.emit_failure(attempt, AttemptFailure.DEADLINE, "the deadline passed during prefill")
+    return [actions, *attempts.end_attempt(attempt, "deadline", now_ms)]
 
 
 def unread_in_time(attempts: Attempts, attempt: Attempt, _: DeadlinePassed, now_ms: int) -> list[Action]:

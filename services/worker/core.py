@@ -150,8 +150,8 @@ class AttemptCore(Attempts):
 
     def _about_all(self, event: object, now_ms: int) -> list[Action]:
         """Do what the table says with each attempt to which this means something."""
-        told = [(attempt, TABLE[attempt.stage].get(type(event))) for attempt in self.records.values()]
-        return [each for attempt, rule in told if rule is not None for each in rule(self, attempt, event, now_ms)]
+        affected = [(attempt, TABLE[attempt.stage].get(type(event))) for attempt in self.records.values()]
+        return [each for attempt, rule in affected if rule is not None for each in rule(self, attempt, event, now_ms)]
 
     def _about_key(self, event: SequenceRemoved | SequenceFailed, now_ms: int) -> list[Action]:
         return self._apply(self.records.get(event.key), event, now_ms)

@@ -58,15 +58,15 @@ class ReceivedGrammars:
     async def _ask(self, request: RunAttempt) -> str | Refused:
         question = AskGrammar(request_id=request.request_id, attempt=request.attempt, deadline_ms=request.deadline_ms)
         try:
-            told = await self._bus.ask(subjects.GRAMMAR, (request.gateway_id,), question, self._timeout_s)
+            sent = await self._bus.ask(subjects.GRAMMAR, (request.gateway_id,), question, self._timeout_s)
         except BusError as error:
             detail = f"{self._worker_id} was not told what the answer must be: {error.reason}"
             return refuse(request, RefusalReason.OVERLOADED, detail)
-        if not told.grammar:
+        if not sent.grammar:
             return refuse(request, RefusalReason.DEADLINE, f"{request.gateway_id} does not know the request any more")
-        if digest_of_grammar(told.grammar) != request.sampling.grammar_digest:
+        if digest_of_grammar(sent.grammar) != request.sampling.grammar_digest:
             return refuse(request, RefusalReason.INVALID, f"{request.gateway_id} has told another grammar")
-        return told.grammar
+        return sent.grammar
 
     def _keep(self, digest: bytes, text: str) -> None:
         self._kept[digest] = text

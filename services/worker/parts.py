@@ -151,14 +151,14 @@ def _in_process(
     try:
         start_child = partial(EngineChild, order, worker_id, starter.fork_engine)
         child = start_child()
-        told = child.wait_ready()
+        ready = child.wait_ready()
     except BaseException:
         starter.close()
         raise
     room = partial(has_room, config, order.checkpoint)
     spares = SpareEngines(start_child, config.engine.spares, room, starter.close)
     make_engine = partial(EngineProcess, child, spares, config.engine.step_timeout_s)
-    return _Placed(arena, make_engine, told.device, frozenset(told.eos_token_ids))
+    return _Placed(arena, make_engine, ready.device, frozenset(ready.eos_token_ids))
 
 
 def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> _Placed:

@@ -50,7 +50,7 @@ async def run_worker(
             if on_ready is not None:
                 on_ready()
             # Serve until the process or an operator ends it; migrate what runs or finish it; then leave in order.
-            await ended_before(stop, _wait_for(worker.told_to_leave))
+            await ended_before(stop, _wait_for(worker.asked_to_leave))
             await drain(worker, config)
             await worker.leave(timing)
     finally:

@@ -138,7 +138,7 @@ class Worker:
         """Blocks that can be had, and what runs, when last looked at."""
         self._candidates: set[Content] = set()
         """What would be given up next, when last looked at."""
-        self.told_to_leave = asyncio.Event()
+        self.asked_to_leave = asyncio.Event()
         """Set once it is to leave, by an operator or its process."""
         self.comes_again: bool | None = None
         """Whether an operator wants it to be started again; None: no operator has told it to leave."""
@@ -164,13 +164,13 @@ class Worker:
     async def drain(self, message: DrainWorker) -> DrainAnswered:
         """Begin to leave, as an operator has asked for, or say why not."""
         answer = LeaveAnswered()
-        was_leaving = self.told_to_leave.is_set()
+        was_leaving = self.asked_to_leave.is_set()
         if not was_leaving:
             answer = await self.may_leave(forced=message.forced)
         leaves = was_leaving or message.forced or not answer.refusal
-        if leaves and not self.told_to_leave.is_set():
+        if leaves and not self.asked_to_leave.is_set():
             self.comes_again = message.again
-            self.told_to_leave.set()
+            self.asked_to_leave.set()
         return DrainAnswered(
             worker_id=self.holder.parts.worker_id,
             incarnation=self.holder.blocks.incarnation,
@@ -180,7 +180,7 @@ class Worker:
 
     def begin_drain(self, *, finishes: bool) -> None:
         """Take no new work; what runs goes on elsewhere, or, where nobody else could go on with it, here."""
-        self.told_to_leave.set()
+        self.asked_to_leave.set()
         self.reporter.publish_draining()
         self.step(DrainBegun(finishes), "drain")
         self._changed.set()

@@ -72,11 +72,11 @@ class WantedCore:
         the second time wants nothing of what it was asked about."""
         match event:
             case GatewayAnswered(question=question, unwanted=unwanted):
-                self._hear(question.gateway_id, now_ms)
-                said = {(RequestId(attempt.request_id), attempt.attempt) for attempt in unwanted}
-                return [AttemptUnwanted(key) for key in question.keys if key in said]
+                self._seen(question.gateway_id, now_ms)
+                unwanted_keys = {(RequestId(attempt.request_id), attempt.attempt) for attempt in unwanted}
+                return [AttemptUnwanted(key) for key in question.keys if key in unwanted_keys]
             case GatewayUnanswered(question=question):
-                self._hear(question.gateway_id, now_ms)
+                self._seen(question.gateway_id, now_ms)
                 self._detector.begin_recovery(now_ms)
             case GatewayUnserved(question=question):
                 gateway = self._gateways.setdefault(question.gateway_id, Peer(now_ms))
@@ -103,6 +103,6 @@ class WantedCore:
             for at in range(0, len(keys), size)
         ]
 
-    def _hear(self, gateway_id: GatewayId, now_ms: int) -> None:
+    def _seen(self, gateway_id: GatewayId, now_ms: int) -> None:
         if gateway := self._gateways.get(gateway_id):
             gateway.seen(now_ms)

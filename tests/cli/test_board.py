@@ -48,8 +48,8 @@ def busy() -> Board:
     for number in range(3):
         board.add_message(told(story.RequestAccepted, number, num_prompt_tokens=1, max_tokens=2), 9.0, NOW_MS)
     board.add_message(told(story.RequestPlaced, 1, prefill_worker=examples.SOURCE), 9.0, NOW_MS)
-    board.add_message(told(story.FirstTokenHeard, 2, age_ms=30), 9.0, NOW_MS)
-    board.add_message(told(story.FirstTokenHeard, 2, age_ms=50), 9.0, NOW_MS)
+    board.add_message(told(story.FirstTokenReceived, 2, age_ms=30), 9.0, NOW_MS)
+    board.add_message(told(story.FirstTokenReceived, 2, age_ms=50), 9.0, NOW_MS)
     board.add_message(told(story.RequestFailed, 7, code="overloaded", detail="", status=429, num_tokens=0), 9.0, NOW_MS)
     board.add_message(landed(5 * 2**20), 9.0, NOW_MS)
     return board

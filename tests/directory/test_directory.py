@@ -17,7 +17,7 @@ from services.directory.events import (
     ReadPage,
     Sweep,
     WorkerGone,
-    WorkerHeard,
+    WorkerSeen,
 )
 from services.directory.limits import MAX_LATER_RUNS, MAX_PENDING_EVENTS, MAX_PREFIXES
 from services.directory.map import TIERS
@@ -70,8 +70,8 @@ def page(
     )
 
 
-def heard(worker: WorkerId, incarnation: str = "1") -> WorkerHeard:
-    return WorkerHeard(worker, incarnation)
+def heard(worker: WorkerId, incarnation: str = "1") -> WorkerSeen:
+    return WorkerSeen(worker, incarnation)
 
 
 def handle(core: DirectoryCore, event: Event) -> list[ReadPage]:
@@ -322,7 +322,7 @@ def numbered(first: int, count: int) -> range:
 
 def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
     core = DirectoryCore(DirectoryTimes())
-    handle(core, WorkerHeard(A, "1", {"arena": 4}))
+    handle(core, WorkerSeen(A, "1", {"arena": 4}))
     handle(core, PageRead(asked(A), page(A, 0)))
     handle(core, stored(A, 1, *numbered(1, 3)))
     handle(core, stored(A, 2, *numbered(2, 9)))
@@ -330,14 +330,14 @@ def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
     handle(core, evicted(A, 3, 1, 2))
     handle(core, stored(A, 4, 30, 31, 32))
     assert located(core, 30, 31, 32) == {"a": 2}, "what has gone makes room"
-    handle(core, WorkerHeard(A, "1", {"arena": 5}))
+    handle(core, WorkerSeen(A, "1", {"arena": 5}))
     handle(core, stored(A, 5, 33, 34))
     assert located(core, 33, 34) == {"a": 1}
 
 
 def test_the_same_blocks_again_and_again_and_those_it_never_had_make_no_room() -> None:
     core = DirectoryCore(DirectoryTimes())
-    handle(core, WorkerHeard(A, "1", {"arena": 4}))
+    handle(core, WorkerSeen(A, "1", {"arena": 4}))
     handle(core, PageRead(asked(A), page(A, 0)))
     handle(core, stored(A, 1, *[1, 2, 3] * 50))
     handle(core, stored(A, 2, *[1, 2, 3] * 50))
@@ -353,7 +353,7 @@ def test_the_same_blocks_again_and_again_and_those_it_never_had_make_no_room() -
 @pytest.mark.parametrize("tier", TIERS)
 def test_each_tier_is_bounded_by_its_own_room_and_one_that_the_holder_does_not_have_is_not_believed(tier: Tier) -> None:
     core = DirectoryCore(DirectoryTimes())
-    handle(core, WorkerHeard(A, "1", {tier: 4}))
+    handle(core, WorkerSeen(A, "1", {tier: 4}))
     handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), tier=tier)))
     for sequence, other in enumerate(TIERS, 1):
         handle(core, stored(A, sequence, *numbered(100, 9), tier=other))
@@ -366,11 +366,11 @@ def test_what_is_known_beyond_the_room_that_a_holder_says_it_has_is_read_again()
     core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, *numbered(1, 9)))
     assert located(core, *numbered(1, 9)) == {"a": 9}
-    assert handle(core, WorkerHeard(A, "1", {"arena": 9})) == []
-    assert handle(core, WorkerHeard(A, "1", {"arena": 4})) == [asked(A)]
+    assert handle(core, WorkerSeen(A, "1", {"arena": 9})) == []
+    assert handle(core, WorkerSeen(A, "1", {"arena": 4})) == [asked(A)]
     handle(core, PageRead(asked(A), page(A, 1, *numbered(1, 9))))
     assert located(core, *numbered(1, 9)) == {"a": 4}
-    assert handle(core, WorkerHeard(A, "1", {"arena": 4})) == []
+    assert handle(core, WorkerSeen(A, "1", {"arena": 4})) == []
     assert swept(core).num_known_blocks == 4
 
 
@@ -379,7 +379,7 @@ def test_an_inventory_is_bounded_as_well_and_nobody_is_known_to_have_more_than_t
 ) -> None:
     monkeypatch.setattr(limits, "MAX_HOLDER_BLOCKS", 6)
     core = DirectoryCore(DirectoryTimes())
-    handle(core, WorkerHeard(A, "1", {"memory": 4, "disk": 2**40}))
+    handle(core, WorkerSeen(A, "1", {"memory": 4, "disk": 2**40}))
     handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), following=9, tier="memory")))
     handle(core, PageRead(asked(A, 9), page(A, 0, *numbered(100, 9), tier="disk")))
     assert located(core, *numbered(1, 9)) == {"a": 4} and located(core, *numbered(100, 9)) == {"a": 6}
@@ -387,7 +387,7 @@ def test_an_inventory_is_bounded_as_well_and_nobody_is_known_to_have_more_than_t
 
 def test_an_inventory_without_end_is_read_to_what_its_holder_has_room_for() -> None:
     core = DirectoryCore(DirectoryTimes())
-    (wanted,) = handle(core, WorkerHeard(A, "1", {"arena": 10}))
+    (wanted,) = handle(core, WorkerSeen(A, "1", {"arena": 10}))
     num_pages = 0
     while wanted is not None:
         num_pages += 1
@@ -395,7 +395,7 @@ def test_an_inventory_without_end_is_read_to_what_its_holder_has_room_for() -> N
         following = handle(core, PageRead(wanted, page(A, 0, 1, 2, 3, following=wanted.offset + 3)))
         wanted = following[0] if following else None
     assert located(core, 1, 2, 3) == {"a": 3}
-    assert handle(core, WorkerHeard(A, "1", {"arena": 10})) == []
+    assert handle(core, WorkerSeen(A, "1", {"arena": 10})) == []
 
 
 @pytest.mark.parametrize(("numbers", "following"), [((), 5), ((1,), 0), ((1,), -7)])

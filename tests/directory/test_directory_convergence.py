@@ -18,7 +18,7 @@ from services.directory.events import (
     PageRead,
     ReadPage,
     WorkerGone,
-    WorkerHeard,
+    WorkerSeen,
 )
 from services.directory.limits import MAX_LATER_RUNS, MAX_PREFIXES, MAX_RESTARTS
 from services.directory.map import TIERS
@@ -30,7 +30,7 @@ FORGET_AFTER_MS = Times().directory.forget_after_ms
 
 WORKERS = [WorkerId(name) for name in "abc"]
 NUMBERS = st.integers(0, 11)
-Said = BlocksChanged | WorkerHeard | WorkerGone
+Said = BlocksChanged | WorkerSeen | WorkerGone
 
 
 @dataclass

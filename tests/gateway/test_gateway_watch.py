@@ -45,7 +45,7 @@ LEFT_D1 = WorkerLost(D1, "silent")
 def hearing_others(now_ms: int = NOW) -> FailureDetector:
     detector = FailureDetector(PresenceTimes())
     for at_ms in range(now_ms - 10 * DEAF_AFTER_MS, now_ms + 1, DEAF_AFTER_MS // 2):
-        detector.heard(at_ms)
+        detector.received(at_ms)
     return detector
 
 
@@ -67,7 +67,7 @@ class Clock:
         for _ in range(for_ms // 50):
             self.now_ms += 50
             if heard:
-                self.detector.heard(self.now_ms)
+                self.detector.received(self.now_ms)
             out += [(self.now_ms - NOW, action) for action in self.request.tick(self.now_ms)]
         return out
 
@@ -366,7 +366,7 @@ def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: i
     for step in [*script, DeadlinePassed(), 5_000]:
         if isinstance(step, int):
             now_ms += step
-            detector.heard(now_ms)
+            detector.received(now_ms)
             actions += request.tick(now_ms)
         else:
             actions += request.handle(step, now_ms)

@@ -11,7 +11,7 @@ from schemas import subjects
 from schemas.worker import AskTime, TimeAnswered
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.clocks import FORGOTTEN_NS, Eldest, keep_time
+from services.clocks import FORGOTTEN_NS, OldestScheduler, keep_time
 from services.config import MeshConfig
 from services.metrics import Metrics
 from services.scheduler.oldest import OldestClock
@@ -117,7 +117,7 @@ async def test_of_two_that_began_together_one_follows() -> None:
 
 
 async def test_a_service_goes_by_the_eldest_that_it_has_heard() -> None:
-    eldest, began_s = Eldest(), time.monotonic()
+    eldest, began_s = OldestScheduler(), time.monotonic()
 
     def told(age_s: float, token: str) -> bool:
         age_ms = round((age_s + time.monotonic() - began_s) * 1_000)

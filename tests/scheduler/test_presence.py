@@ -21,8 +21,8 @@ def hearing_at(now_ms: int) -> FailureDetector:
     """Of one who has heard others all the time until now."""
     detector = FailureDetector(PresenceTimes())
     for at_ms in range(0, now_ms + 1, DEAF_AFTER_MS // 2):
-        detector.heard(at_ms)
-    detector.heard(now_ms)
+        detector.received(at_ms)
+    detector.received(now_ms)
     return detector
 
 
@@ -61,7 +61,7 @@ def test_a_sign_between_two_unserved_questions_is_life() -> None:
 def test_what_was_unserved_before_a_deafness_counts_no_more() -> None:
     peer, detector = Peer(0), hearing_at(1_000)
     assert not peer.is_gone(1_000, detector, 1_000)
-    detector.heard(60_000)
+    detector.received(60_000)
     for now_ms in (60_000, 60_000 + SETTLE_MS - 1, 60_000 + SETTLE_MS):
         assert not peer.is_gone(now_ms, detector, now_ms), "others may still be on their way back"
     now_ms += UNSERVED_GAP_MS
@@ -72,7 +72,7 @@ def test_silence_does_not_grow_while_a_proof_is_on_its_way() -> None:
     detector = hearing_at(1_000)
     detector.ask_proof(1_000), detector.ask_proof(2_000)
     for now_ms in range(1_500, 9_001, 500):
-        detector.heard(now_ms)
+        detector.received(now_ms)
         assert detector.quiet_ms(0, now_ms) == 1_000 and not detector.is_silent(0, 3_000, now_ms)
         assert detector.quiet_ms(now_ms, now_ms) == 0, "it was heard since"
     detector.proved(9_000)
@@ -81,7 +81,7 @@ def test_silence_does_not_grow_while_a_proof_is_on_its_way() -> None:
 
 def test_who_hears_something_for_the_first_time_has_nobody_to_wait_for() -> None:
     detector = FailureDetector(PresenceTimes())
-    detector.heard(10**12)
+    detector.received(10**12)
     assert not detector.is_recovering(10**12)
 
 
@@ -113,16 +113,16 @@ def test_silence_of_everybody_is_our_own_deafness_and_starts_anew_afterwards() -
     detector = hearing_at(1_000)
     assert not detector.is_partitioned(1_000 + DEAF_AFTER_MS - 1) and detector.is_partitioned(1_000 + DEAF_AFTER_MS)
     assert not detector.is_silent(0, 3_000, 60_000) and detector.quiet_ms(0, 60_000) == 60_000
-    detector.heard(60_000)
+    detector.received(60_000)
     assert detector.quiet_ms(0, 60_600) == 600
-    detector.heard(61_400), detector.heard(62_800)
+    detector.received(61_400), detector.heard(62_800)
     assert not detector.is_silent(0, 3_000, 62_999) and detector.is_silent(0, 3_000, 63_000)
 
 
 def test_who_has_never_heard_anything_is_partitioned() -> None:
     detector = FailureDetector(PresenceTimes())
     assert detector.is_partitioned(10**12)
-    detector.heard(10**12)
+    detector.received(10**12)
     assert not detector.is_partitioned(10**12) and detector.quiet_ms(0, 10**12) == 0
 
 
@@ -149,7 +149,7 @@ def test_a_load_replaces_only_who_is_quiet_while_we_hear() -> None:
     assert known.spoke(W, "a", 10_000) is Speaker.CURRENT
     assert known.spoke(W, "b", 10_100) is Speaker.PREDECESSOR
     assert known.spoke(W, "b", 13_001) is Speaker.PREDECESSOR, "we were partitioned"
-    detector.heard(13_001)
+    detector.received(13_001)
     assert known.spoke(W, "b", 13_002) is Speaker.SUCCESSOR
     assert known.spoke(W, "b", 13_003) is Speaker.CURRENT and known.spoke(W, "a", 13_004) is Speaker.PREDECESSOR
 

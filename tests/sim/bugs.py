@@ -37,7 +37,7 @@ from schemas.observe import RunStage
 from schemas.worker import WorkerLeft
 from services import runtime
 from services.bus import typed
-from services.clocks import Eldest
+from services.clocks import OldestScheduler
 from services.holder.core import attempts as attempts_module
 from services.holder.core.actions import Emit
 from services.holder.core.attempt import InFlightDuplicate
@@ -224,7 +224,7 @@ def spans_go_by_their_machines(patch: pytest.MonkeyPatch) -> None:
 @bug("of two schedulers each tells the time of its own machine, and services go by both", options=TWO_CLOCKS)
 def schedulers_tell_two_times(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OldestClock, "follows", lambda self, told: False)
-    patch.setattr(Eldest, "follows", lambda self, told: True)
+    patch.setattr(OldestScheduler, "follows", lambda self, told: True)
 
 
 # Leases and what guards the holder's memory.

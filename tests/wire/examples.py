@@ -38,7 +38,7 @@ from schemas.message import Message
 from schemas.observe import (
     DescribeRequest,
     DescribeWorker,
-    FirstTokenHeard,
+    FirstTokenReceived,
     HeldLease,
     HeldRequest,
     KeepTrace,
@@ -350,7 +350,7 @@ EXAMPLES: tuple[Message, ...] = (
     Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0], is_waiting=True),
     RequestAccepted(**STORY, num_prompt_tokens=100, max_tokens=16, tenant="t"),
     RequestPlaced(**STORY, prefill_worker=SOURCE, decode_worker=TARGET),
-    FirstTokenHeard(**STORY),
+    FirstTokenReceived(**STORY),
     RequestResumed(**STORY, num_answered_tokens=3, reason="decode-0 has left: died", moved_by=SOURCE),
     RequestFinished(**STORY, finish_reason="stop", num_tokens=16),
     RequestFailed(**STORY, code="deadline", detail="the deadline has passed", status=504, num_tokens=3),

@@ -160,9 +160,9 @@ class StepAttention:
 
     def _announce(self, layer: int) -> None:
         """Tell the layer listeners that their tokens' keys and values are written, or will be by a mark."""
-        told = [(plan.item.sequence.layer_listener, plan.end) for plan in self._plans]
-        mark = self._mark() if self._mark and any(listener for listener, _ in told) else 0
-        for listener, end in told:
+        written = [(plan.item.sequence.layer_listener, plan.end) for plan in self._plans]
+        mark = self._mark() if self._mark and any(listener for listener, _ in written) else 0
+        for listener, end in written:
             if listener is not None:
                 listener.advance(layer, end, mark)
 

@@ -29,7 +29,7 @@ class Forgets(Protocol):
         ...
 
 
-class _Heard:
+class _Listener:
     """A hand-over's listener."""
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
 
     # Prefill: the second part loads the block of the first, and each step announces all layers, in order.
     first = check.compute_token(prompt[: size + 1], blocks, 0)
-    heard = _Heard()
-    whole = check.compute_token(prompt, blocks, size, heard)
+    listener = _Listener()
+    whole = check.compute_token(prompt, blocks, size, listener)
     check.expect((first.copies.start, whole.copies.start), (0, size), "it computed what it should have loaded")
     layers = [*range(link.layout.num_layers)]
-    announced = [layer for layer, _ in heard.announced], set(heard.announced[-len(layers) :])
+    announced = [layer for layer, _ in listener.announced], set(listener.announced[-len(layers) :])
     wanted = layers * whole.num_steps, {(layer, 4 * size) for layer in layers}
     check.expect(announced, wanted, "its layers were announced otherwise")
     check.expect(link.saved_is_intact(), True, "blocks changed after they were saved")
@@ -93,7 +93,7 @@ class _Check:
         self._count = 0
 
     def compute_token(
-        self, tokens: list[int], blocks: list[int], num_present: int, listener: _Heard | None = None
+        self, tokens: list[int], blocks: list[int], num_present: int, listener: _Listener | None = None
     ) -> _Ran:
         """Compute one token behind `tokens`, of which `num_present` have their KV in these blocks."""
         self._engine.forget_blocks()

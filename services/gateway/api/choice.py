@@ -124,7 +124,7 @@ class Choice:
             number += len(run)
             may_think = thoughts is not None and not thoughts.is_over
             text = self.detokenizer.add_tokens([token for token in run if token not in self.hidden_ids])
-            pieces += self._told(self.reader.feed(text, may_stop=number > self.min_tokens))
+            pieces += self._shown(self.reader.feed(text, may_stop=number > self.min_tokens))
             if may_think and thoughts is not None and thoughts.has_begun:
                 self.num_reasoning = number
         return pieces
@@ -132,7 +132,7 @@ class Choice:
     def finish(self, reason: FinishReason) -> list[Piece]:
         """Return the rest of the text. A stop string that only the rest completes counts as well."""
         may_stop = len(self.token_ids) > self.min_tokens
-        pieces = self._told(self.reader.feed(self.detokenizer.rest(), may_stop=may_stop) + self.reader.finish())
+        pieces = self._shown(self.reader.feed(self.detokenizer.rest(), may_stop=may_stop) + self.reader.finish())
         self.finish_reason = "stop" if self.reader.has_matched else reason
         if self.finish_reason == "stop" and self._has_calls and not self.has_named_call and not self.reader.is_cut:
             self.finish_reason = "tool_calls"
@@ -153,20 +153,20 @@ class Choice:
         """There are tokens for an event that is not the last."""
         if self._may_be_thoughts:
             return False
-        return any(token not in self.hidden_ids for token in self.token_ids[self._next_untold :])
+        return any(token not in self.hidden_ids for token in self.token_ids[self._next_unsent :])
 
     def next_tokens(self, *, is_last: bool) -> slice:
         """Return where among the tokens those are that belong to the next event: a hidden one to the last."""
         if self._may_be_thoughts:
             return slice(0, 0)
-        begin, end = self._next_untold, len(self.token_ids)
+        begin, end = self._next_unsent, len(self.token_ids)
         if end > begin and not is_last and self.token_ids[-1] in self.hidden_ids:
             end -= 1
         self.num_sent = end
         return slice(begin, end)
 
     @property
-    def _next_untold(self) -> int:
+    def _next_unsent(self) -> int:
         """Where among the tokens the first one is that no event has told of, and that is told at all."""
         return self.num_sent if self.tells_reasoning else max(self.num_sent, self.num_reasoning)
 
@@ -182,6 +182,6 @@ class Choice:
             return [tokens[at : at + 1] for at in range(len(tokens))]
         return [tokens[:num_first], tokens[num_first:]] if 0 < num_first < len(tokens) else [tokens]
 
-    def _told(self, pieces: list[Piece]) -> list[Piece]:
+    def _shown(self, pieces: list[Piece]) -> list[Piece]:
         self._has_calls = self._has_calls or any(isinstance(piece, CallBegin) for piece in pieces)
         return [piece for piece in pieces if self.tells_reasoning or not isinstance(piece, Reasoning)]

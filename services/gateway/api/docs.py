@@ -31,7 +31,7 @@ class Described(NamedTuple):
     reply: object
     body: type[msgspec.Struct] | None = None
     statuses: Collection[int] = ()
-    told: Collection[int] = ()
+    with_reply: Collection[int] = ()
     streams: bool = False
 
 
@@ -51,7 +51,7 @@ def describe(openapi: OpenAPI, routes: Mapping[str, Described]) -> None:
             content |= {"text/event-stream": OpenAPIMediaType(schema=_schema({"type": "string"}))}
         operation.responses = {"200": OpenAPIResponse("The answer.", content=content)}
         for status in sorted({*_EVERYWHERE, *one.statuses}):
-            reply = one.reply if status in one.told else ErrorReply
+            reply = one.reply if status in one.with_reply else ErrorReply
             problem = OpenAPIResponse(HTTPStatus(status).phrase, content=_json(by_kind[repr(reply)]))
             operation.responses[str(status)] = problem
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.ending import hear_no_signal
+from services.ending import ignore_signals
 from services.engine.grammar import GrammarError, takes, tokens_of, understood
 from services.gateway import limits
 from services.gateway.api.constraints import Constraint, understand
@@ -64,7 +64,7 @@ def receive_all(sock: socket.socket) -> bytes:
 
 def main(control: int) -> None:
     """Serve the gateway at this socket until it closes it."""
-    hear_no_signal()
+    ignore_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a copy has ended
     ours = socket.socket(fileno=control)
     tokens = _receive_tokens(ours)
@@ -72,8 +72,8 @@ def main(control: int) -> None:
     gc.collect()
     gc.freeze()  # copies share what is not touched
     while True:
-        said, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
-        if not said:
+        understood, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+        if not understood:
             return
         with socket.socket(fileno=descriptors[0]) as asked:
             try:
@@ -137,14 +137,14 @@ def _data_bytes() -> int:
 
 def _understand(asked: socket.socket, constraint: Constraint, check: CheckGrammar) -> None:
     try:
-        said = Understood(understand(constraint, check))
+        understood = Understood(understand(constraint, check))
     except InvalidRequestError as error:
-        said = Understood(refused=Refused(error.message, error.param, error.code))
+        understood = Understood(refused=Refused(error.message, error.param, error.code))
     except MemoryError:
         os._exit(1)
     except BaseException as error:  # noqa: BLE001  (a library may panic)
-        said = Understood(failure=f"{type(error).__name__}: {error}")
-    asked.sendall(msgspec.msgpack.encode(said))
+        understood = Understood(failure=f"{type(error).__name__}: {error}")
+    asked.sendall(msgspec.msgpack.encode(understood))
 
 
 if __name__ == "__main__":

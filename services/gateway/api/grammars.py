@@ -87,19 +87,19 @@ class GrammarProcess:
         """Return the grammar, as `GrammarReader` has it."""
         order = msgspec.msgpack.encode(ReadGrammar(constraint, timeout_s))
         try:
-            said = self._ask(order, timeout_s) or self._ask(order, timeout_s)
+            answer = self._ask(order, timeout_s) or self._ask(order, timeout_s)
         except OSError as error:
             log.error("the process that understands grammars does not answer: %s", error)
-            said = Understood(is_busy=True)
-        if said is None or said.is_busy:
+            answer = Understood(is_busy=True)
+        if answer is None or answer.is_busy:
             raise NotNowError("overloaded", "there is no process now to understand what the answer must be")
-        if said.failure:
-            log.error("a grammar could not be understood: %s", said.failure)
+        if answer.failure:
+            log.error("a grammar could not be understood: %s", answer.failure)
             raise InvalidRequestError(f"`{constraint.param}` cannot be understood", constraint.param, constraint.code)
-        if said.refused is not None:
-            raise InvalidRequestError(said.refused.message, said.refused.param, said.refused.code)
-        if said.grammar:
-            return said.grammar
+        if answer.refused is not None:
+            raise InvalidRequestError(answer.refused.message, answer.refused.param, answer.refused.code)
+        if answer.grammar:
+            return answer.grammar
         param, most = constraint.param, f"{limits.GRAMMAR_CPU_S:g} s and {limits.GRAMMAR_BYTES >> 20} MiB"
         message = f"`{param}` takes more than {most} to understand: simplify it"
         raise InvalidRequestError(message, param, constraint.code)
@@ -119,14 +119,14 @@ class GrammarProcess:
             try:
                 ours.sendall(order)
                 ours.shutdown(socket.SHUT_WR)
-                said = receive_all(ours)
+                answer = receive_all(ours)
             except (BrokenPipeError, ConnectionResetError):
-                said = b""
+                answer = b""
             except TimeoutError:
                 child.end_process()
                 raise
         with contextlib.suppress(msgspec.DecodeError):  # it was ended as it said something, or before
-            return msgspec.msgpack.decode(said, type=Understood)
+            return msgspec.msgpack.decode(answer, type=Understood)
         return None if child.ends_soon() else Understood()
 
     def _running(self) -> "_Child":

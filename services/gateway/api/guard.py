@@ -77,8 +77,8 @@ class HostGuard:
             asked = cast(Scope, {**scope, "method": "GET"}) if cast(Any, scope)["method"] == "HEAD" else scope
             await self._app(asked, receive, send)
             return
-        said = repr(names[0]) if names else "nothing"
-        message = f"the header Host says {said}, which is no name of this gateway: add it to gateway.hosts in mesh.toml"
+        host = repr(names[0]) if names else "nothing"
+        message = f"the header Host says {host}, which is no name of this gateway: add it to gateway.hosts in mesh.toml"
         reply = error_of_invalid(InvalidRequestError(message, code="unknown_host"))
         await EarlyRefusal(reply, 421, self._linger_s)(scope, receive, send)
 
@@ -130,10 +130,10 @@ def check_json(headers: Headers) -> None:
 
 def asks_to_split(headers: Headers) -> bool:
     """Say whether a client wants its request to be served by two workers or to fail. Raises InvalidRequestError."""
-    said = headers.get(SPLIT_HEADER, "auto").strip().lower()
-    if said not in get_args(SplitMode):
-        raise InvalidRequestError(f"the header {SPLIT_HEADER} says `auto` or `always`, not {said!r:.80}")
-    return said == "always"
+    given = headers.get(SPLIT_HEADER, "auto").strip().lower()
+    if given not in get_args(SplitMode):
+        raise InvalidRequestError(f"the header {SPLIT_HEADER} says `auto` or `always`, not {given!r:.80}")
+    return given == "always"
 
 
 def _without_port(host: str) -> str:

@@ -25,35 +25,35 @@ _IN_BRACKETS = {"[": r"\[", "&": r"\&", "~": r"\~"}
 def in_rust(pattern: str) -> str:
     """Return a schema's regular expression as llguidance is to have it. Raises GrammarError for what the two languages
     read differently."""
-    said = list[str]()
+    parts = list[str]()
     is_whole = "(?s" in pattern  # no JavaScript, and Rust has it
     at = 0
     while found := _PART.match(pattern, at):
         at, part = found.end(), found[0]
         if part in ("[", "[^"):
             inside, at = _brackets(pattern, at)
-            said.append(f"[{part}{inside}]&&{_WRITTEN}]")
+            parts.append(f"[{part}{inside}]&&{_WRITTEN}]")
         elif part == ".":
-            said.append(_WRITTEN if is_whole else f"[{_DOT}&&{_WRITTEN}]")
+            parts.append(_WRITTEN if is_whole else f"[{_DOT}&&{_WRITTEN}]")
         elif part == r"\s":
-            said.append(_SPACE)
+            parts.append(_SPACE)
         elif part[:2] in (r"\p", r"\P", r"\S", r"\W", r"\D") or _CONTROL.fullmatch(part):
-            said.append(f"[{part}&&{_WRITTEN}]")
+            parts.append(f"[{part}&&{_WRITTEN}]")
         else:
-            said.append(part)
-    return "".join(said)
+            parts.append(part)
+    return "".join(parts)
 
 
 def _brackets(pattern: str, at: int) -> tuple[str, int]:
     """Return what stands in brackets that begin before `at`, and where it goes on behind them."""
-    said = list[str]()
+    parts = list[str]()
     while found := _PART.match(pattern, at):
         at, part = found.end(), found[0]
-        if part == "]" and said:
-            return "".join(said), at
+        if part == "]" and parts:
+            return "".join(parts), at
         if part == "]" or pattern.startswith(("[:", "--"), found.start()):
             raise GrammarError(f"{pattern[found.start() : at + 1]!r} in brackets is not supported")
         if part == "[^":  # each stands for itself
             part, at = "[", found.start() + 1
-        said.append(_SPACE if part == r"\s" else _IN_BRACKETS.get(part, part))
+        parts.append(_SPACE if part == r"\s" else _IN_BRACKETS.get(part, part))
     raise GrammarError("a bracket is not closed")

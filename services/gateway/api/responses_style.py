@@ -130,7 +130,7 @@ class _Item:
     @property
     def part(self) -> OutputText | ReasoningText:
         """What is in it: a message and a thought have one part."""
-        return self._thought if self.kind == "reasoning" else self._said
+        return self._thought if self.kind == "reasoning" else self._message
 
     @property
     def name(self) -> str:
@@ -142,10 +142,10 @@ class _Item:
         is_begun = bool(self.text) or status != "in_progress"
         if self.kind == "reasoning":
             return ReasoningItem(id=self.id, status=status, content=(self._thought,) if is_begun else ())
-        return MessageItem(id=self.id, status=status, content=(self._said,) if is_begun else ())
+        return MessageItem(id=self.id, status=status, content=(self._message,) if is_begun else ())
 
     @property
-    def _said(self) -> OutputText:
+    def _message(self) -> OutputText:
         return OutputText(text=self.text, logprobs=tuple(self.logprobs))
 
     @property

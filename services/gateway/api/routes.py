@@ -148,7 +148,7 @@ _DESCRIBED = {
     "/v1/models/{model_id}": Described(ModelReply, statuses=(404,)),
     "/v1/capabilities": Described(CapabilitiesReply),
     "/version": Described(VersionReply),
-    "/health": Described(HealthReply, told=(503,)),
+    "/health": Described(HealthReply, with_reply=(503,)),
 }
 
 
@@ -184,12 +184,12 @@ class GatewayApp:
 def _routes(origins: tuple[str, ...]) -> Litestar:
     """Return the routes of any gateway that lets in pages of these origins. They keep no state of a gateway, and are
     made once: that costs as much as ten requests."""
-    asked, told = (
+    taken, given = (
         [completions, chat_completions, responses, tokens, text, locate],
         [models, model, what_is_taken, version],
     )
     app = Litestar(
-        route_handlers=[*asked, *told, health, description],
+        route_handlers=[*taken, *given, health, description],
         exception_handlers={
             HTTPException: _on_http_exception,
             InvalidRequestError: _on_invalid,

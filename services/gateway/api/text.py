@@ -247,12 +247,12 @@ class Detokenizer:
 
     def _take(self, text: str) -> str:
         """Return what is new in the window's text."""
-        told = self._returned_text
-        num_common = len(told)
-        while not text.startswith(told[:num_common]):
+        returned = self._returned_text
+        num_common = len(returned)
+        while not text.startswith(returned[:num_common]):
             num_common -= 1
         if len(text) > num_common:
-            self.num_respelled += len(told) - num_common
+            self.num_respelled += len(returned) - num_common
         return text[num_common:]
 
 

@@ -168,8 +168,8 @@ class ChoiceSpans:
         where its worker sent no times."""
         core, times = live.core, live.times
         reports = (core.prefill_report, core.report)
-        told = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
-        fitted = fit_clock(self._undated(told), times.placed_ns, written_ns) if told else None
+        reported = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
+        fitted = fit_clock(self._undated(reported), times.placed_ns, written_ns) if reported else None
         if fitted is not None and core.prefill_worker is not None:
             self._answered(live, times.attempt, core.prefill_worker, fitted.accepted_ns)
         attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: live.job.request_id, Key.ATTEMPT: times.attempt}

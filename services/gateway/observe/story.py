@@ -18,7 +18,7 @@ from schemas import subjects
 from schemas.ids import GatewayId, RequestId
 from schemas.observe import (
     DescribeRequest,
-    FirstTokenHeard,
+    FirstTokenReceived,
     RequestAccepted,
     RequestCancelled,
     RequestDescribed,
@@ -92,14 +92,14 @@ class Stories:
 
     def saw(self, live: LiveRequest, actions: Sequence[Action]) -> None:
         """Publish what a request's core has just decided. After its end it decides nothing."""
-        core, told = live.core, live.told
+        core, published = live.core, live.published
         # By far most calls end here: a further piece of an answer changes no phase and needs no message.
-        if told.phase == "decode" and _is_more(actions):
+        if published.phase == "decode" and _is_more(actions):
             return
         # A new attempt begins with the message that it resumes the request, unless the request has ended.
         now = now_ms()
-        if core.attempt > told.attempt and core.phase is not Phase.ENDED:
-            told.attempt, told.detail = core.attempt, core.last_trouble
+        if core.attempt > published.attempt and core.phase is not Phase.ENDED:
+            published.attempt, published.detail = core.attempt, core.last_trouble
             resumed = RequestResumed(
                 **self._fields(live, now),
                 num_answered_tokens=core.num_answered,
@@ -115,15 +115,15 @@ class Stories:
                     placed = RequestPlaced(**self._fields(live, now), prefill_worker=prefill, decode_worker=decode)
                     self._publish(subjects.PLACED, placed, live.job)
                 case Deliver(index=0):
-                    self._publish(subjects.FIRST_TOKEN, FirstTokenHeard(**self._fields(live, now)), live.job)
+                    self._publish(subjects.FIRST_TOKEN, FirstTokenReceived(**self._fields(live, now)), live.job)
                 case Finish() | FailRequest() | Abandon():
                     self._end(live, action, now)
                     return
                 case _:
                     pass
         # The phase is not published: it is kept for who asks where the request is.
-        if core.phase is not Phase.ENDED and (phase := _phase_of(core)) != told.phase:
-            told.phase, told.phase_ms = phase, now
+        if core.phase is not Phase.ENDED and (phase := _phase_of(core)) != published.phase:
+            published.phase, published.phase_ms = phase, now
 
     def describe(self, request_id: RequestId) -> RequestDescribed | None:
         """Return where a request is; None if this gateway does not have it, and has not had it for a while."""
@@ -137,21 +137,21 @@ class Stories:
         return msgspec.structs.replace(described, phase_age_ms=now - ended_ms)
 
     def _end(self, live: LiveRequest, end: Finish | FailRequest | Abandon, now: int) -> None:
-        fields, num_tokens, job, told = self._fields(live, now), len(live.core.tokens), live.job, live.told
+        fields, num_tokens, job, published = self._fields(live, now), len(live.core.tokens), live.job, live.published
         match end:
             case Finish(reason=reason):
                 finished = RequestFinished(**fields, finish_reason=reason, num_tokens=num_tokens)
                 self._publish(subjects.FINISHED, finished, job)
-                told.phase, told.detail = "finished", reason
+                published.phase, published.detail = "finished", reason
             case FailRequest(code=code, message=detail, status=status):
                 failed = RequestFailed(**fields, code=code, detail=detail, status=status, num_tokens=num_tokens)
                 self._publish(subjects.FAILED, failed, job)
-                told.phase, told.detail = "failed", f"{code}: {detail}"
+                published.phase, published.detail = "failed", f"{code}: {detail}"
             case Abandon(reason=reason):
                 cancelled = RequestCancelled(**fields, reason=reason, num_tokens=num_tokens)
                 self._publish(subjects.CANCELLED, cancelled, job)
-                told.phase, told.detail = "cancelled", reason
-        told.phase_ms = now
+                published.phase, published.detail = "cancelled", reason
+        published.phase_ms = now
         self._ended[job.request_id] = (now, self._described(live, now))
         self._forget_old(now)
 
@@ -172,11 +172,11 @@ class Stories:
         }
 
     def _described(self, live: LiveRequest, now: int) -> RequestDescribed:
-        job, core, told = live.job, live.core, live.told
+        job, core, published = live.job, live.core, live.published
         return RequestDescribed(
             request_id=job.request_id,
-            phase=told.phase,
-            phase_age_ms=now - told.phase_ms,
+            phase=published.phase,
+            phase_age_ms=now - published.phase_ms,
             age_ms=now - live.started_ms,
             left_ms=max(0, job.deadline_ms - now),
             gateway_id=self.gateway_id,
@@ -186,7 +186,7 @@ class Stories:
             num_prompt_tokens=job.prompt.num_tokens,
             num_tokens=len(core.tokens),
             max_tokens=job.sampling.max_tokens,
-            detail=told.detail,
+            detail=published.detail,
         )
 
     # Questions.

@@ -253,7 +253,7 @@ class RequestCore:
             case WorkerSilent():
                 # A missing reply is no proof: tokens show that the attempt was taken, and where the reply may be lost
                 # the worker is asked. Otherwise nobody has the attempt.
-                if not self._needs(worker_id) or self._is_heard(worker_id):
+                if not self._needs(worker_id) or self._has_tokens_of(worker_id):
                     return []
                 if event.may_have_taken:
                     self._watch.end_accept_wait(worker_id)
@@ -289,7 +289,7 @@ class RequestCore:
         self._pending: dict[int, tuple[int, TokenLogprob | None]] = {}
         self.has_first_token = False
         """The attempt's first token is here, from whichever worker."""
-        self._heard_decode = False
+        self._has_decode_tokens = False
         self._finish_reason: FinishReason | None = None
         self._num_final_tokens = 0
         self._watch = Watch(self._config, self._detector, (), 0)
@@ -341,7 +341,7 @@ class RequestCore:
         if event.failure is not None:
             return self._fail_worker(event.worker_id, event.failure, now_ms)
         if event.worker_id == self.decode_worker:
-            self._heard_decode = True
+            self._has_decode_tokens = True
         # Messages come in any order, and again: keep what is new, and compare what is known, as attempts must agree.
         for index, token in enumerate(event.tokens, event.index):
             known = self.tokens[index] if index < len(self.tokens) else self._pending.get(index, (token, None))[0]
@@ -382,7 +382,7 @@ class RequestCore:
         if len(self.tokens) > self._num_final_tokens:
             message = f"attempt {self.attempt} ended after {self._num_final_tokens} tokens, an earlier one went on"
             return self._end("answers differ", FailRequest("replay_mismatch", message, 500))
-        if self.decode_worker is not None and not self._heard_decode:
+        if self.decode_worker is not None and not self._has_decode_tokens:
             actions.append(SendCancel(self.attempt, "finished on the prefill worker", AttemptEnd.COMPLETE))
         self.phase = Phase.ENDED
         return [*actions, Finish(self._finish_reason)]
@@ -428,9 +428,9 @@ class RequestCore:
     def _needs(self, worker_id: WorkerId) -> bool:
         return worker_id in self._needed()
 
-    def _is_heard(self, worker_id: WorkerId) -> bool:
+    def _has_tokens_of(self, worker_id: WorkerId) -> bool:
         """Its tokens are proof enough that a worker has the request, even where its reply is lost."""
-        return self._heard_decode if worker_id == self.decode_worker else self.has_first_token
+        return self._has_decode_tokens if worker_id == self.decode_worker else self.has_first_token
 
     def _retry(
         self,

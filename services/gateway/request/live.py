@@ -42,7 +42,7 @@ class RequestTimes:
 
 
 @dataclass(slots=True)
-class Told:
+class Published:
     """What people have been told of a request."""
 
     phase: RequestPhase
@@ -64,7 +64,7 @@ class LiveRequest:
     signature: bytes
     """This gateway's signature of whose request it is."""
     started_ms: int
-    told: Told
+    published: Published
     times: RequestTimes = field(default_factory=RequestTimes)
     timer: asyncio.TimerHandle | None = None
     """It fires at the deadline."""

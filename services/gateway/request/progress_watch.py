@@ -89,9 +89,9 @@ class Watch:
             if worker.may_be_asked:
                 # And for so long before it is lost: it must have been asked for long enough.
                 silent_ms = self._config.worker_silent_ms + quiet_ms - self._config.progress_after_ms
-                if self._detector.is_silent(worker.peer.heard_ms, silent_ms, now_ms):
+                if self._detector.is_silent(worker.peer.seen_ms, silent_ms, now_ms):
                     return Look(silent=worker_id)
-                next_ms = min(next_ms, max(worker.peer.heard_ms, self._detector.since_ms) + silent_ms)
+                next_ms = min(next_ms, max(worker.peer.seen_ms, self._detector.since_ms) + silent_ms)
             if (due_ms := self._due_ms(worker, quiet_ms)) <= now_ms:
                 worker.is_asked, worker.is_urgent, worker.asked_ms = True, False, now_ms
                 asked.append(worker_id)
@@ -107,9 +107,9 @@ class Watch:
             return 0
         if worker.peer.unserved_ms is not None:
             return worker.peer.unserved_ms + self._times.presence.unserved_gap_ms
-        if worker.asked_ms > worker.peer.heard_ms:  # no answer has come
+        if worker.asked_ms > worker.peer.seen_ms:  # no answer has come
             quiet_ms = self._config.progress_after_ms
-        due_ms = max(worker.peer.heard_ms, worker.asked_ms) + quiet_ms
+        due_ms = max(worker.peer.seen_ms, worker.asked_ms) + quiet_ms
         if self._gap is None:
             return due_ms
         if worker.asked_ms >= self._gap_ms:

@@ -302,9 +302,9 @@ class Attempts:
         """Return the action that tells the gateway to go on elsewhere."""
         preempted = attempt.moving and not self.draining
         code = AttemptFailure.PREEMPTED if preempted else AttemptFailure.DRAINING
-        return self.tell_held(attempt, code, detail, now_ms)
+        return self.report_held(attempt, code, detail, now_ms)
 
-    def tell_held(
+    def report_held(
         self, attempt: Attempt, code: AttemptFailure, detail: str, now_ms: int, *, in_step: bool = False
     ) -> Emit:
         """Return the action that tells the gateway why an attempt has failed, and what of it can be read here."""

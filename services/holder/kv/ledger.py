@@ -29,14 +29,14 @@ class BlockLedger:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._sequence = 0
-        self._told: tuple[int, Contents] | None = None
+        self._snapshot: tuple[int, Contents] | None = None
         """What is being read, and the number of the last event before."""
 
     def renew(self, incarnation: str) -> None:
         """Go on as a new incarnation. What is held stays: its first event makes the directory ask for all of it."""
         self._incarnation = incarnation
         self._sequence = 0
-        self._told = None
+        self._snapshot = None
 
     def events(self, changes: ContentChanges, tier: Tier = "arena") -> list[BlocksStored | BlocksEvicted]:
         """Return the events that say what has changed on a tier: first what has gone. Each fits into any message."""
@@ -58,9 +58,9 @@ class BlockLedger:
         """Return a page of all that was held when the first page was asked for, tier after tier, each page of one tier:
         from the `offset`-th block on, as many as fit into a message of `max_bytes`."""
         # The first page takes the snapshot and the number of the last event before it; later pages are cut from it.
-        if self._told is None or offset == 0:
-            self._told = self._sequence, contents()
-        sequence, tiers = self._told
+        if self._snapshot is None or offset == 0:
+            self._snapshot = self._sequence, contents()
+        sequence, tiers = self._snapshot
         num_blocks = min(INVENTORY_PAGE_BLOCKS, blocks_in(max_bytes))
         total = sum(len(hashes) for _, hashes in tiers)
         # Find the tier in which the offset lies: offsets count over all tiers, and a page ends where its tier ends.
@@ -74,7 +74,7 @@ class BlockLedger:
         end = offset + len(page)
         next_offset = end if page and end < total else None
         if next_offset is None:
-            self._told = None
+            self._snapshot = None
         return Inventory(
             worker_id=self._worker_id,
             incarnation=self._incarnation,

@@ -72,14 +72,14 @@ def described_by(stats: TransferStats) -> dict[str, AttributeValue]:
     if not stats.num_frames:
         return {}
     seconds = max(1, stats.last_byte_ns - stats.first_byte_ns) / 1e9
-    said: dict[str, AttributeValue] = {}
+    attributes: dict[str, AttributeValue] = {}
     if stats.reason:  # it is the reader who chooses
-        said[Key.CARRIER_REASON] = stats.reason
+        attributes[Key.CARRIER_REASON] = stats.reason
     if stats.digest_kind:
-        said[Key.DIGEST_KIND] = stats.digest_kind
+        attributes[Key.DIGEST_KIND] = stats.digest_kind
     return {
         Key.CARRIER: stats.carrier,
-        **said,
+        **attributes,
         Key.NUM_BYTES: stats.num_bytes,
         Key.WIRE_DTYPE: stats.wire_dtype,
         Key.NUM_WIRE_BYTES: stats.num_wire_bytes,

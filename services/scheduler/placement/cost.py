@@ -242,7 +242,7 @@ class _Pricing:
     def _explain(self, chosen: Way, of: "_Alone | _Splits", others: list[Way]) -> Choice:
         """Return a choice with its sources and what it was made of."""
         gathering, slot = self.gathering, chosen.prefill
-        queue_ms, handover_ms, stall_ms = of.told(chosen)
+        queue_ms, handover_ms, stall_ms = of.terms_of(chosen)
         pull_ms, compute_ms = float(gathering.pull_ms[slot]), float(gathering.compute_ms[slot])
         terms = PlacementTerms(
             ttft_ms=round(queue_ms + pull_ms + compute_ms, 3),
@@ -300,7 +300,7 @@ class _Alone:
         own_ms = self.queue_ms + gathering.pull_ms[slots] + gathering.compute_ms[slots]
         return own_ms + self.stall_ms + self.pricing.load_ms(slots)
 
-    def told(self, way: Way) -> tuple[float, float, float]:
+    def terms_of(self, way: Way) -> tuple[float, float, float]:
         """Return the milliseconds of queue, hand-over and stall."""
         place = int(np.flatnonzero(self.slots == way.prefill)[0])
         return float(self.queue_ms[place]), 0.0, float(self.stall_ms[place])
@@ -389,7 +389,7 @@ class _Splits:
         # A little less, for the rounding of sums in another order.
         return (self.own_ms + np.maximum(hidden, shown)) * (1 - 1e-12)
 
-    def told(self, way: Way) -> tuple[float, float, float]:
+    def terms_of(self, way: Way) -> tuple[float, float, float]:
         """Return the milliseconds of queue, hand-over and stall."""
         first = int(np.flatnonzero(self.prefill == way.prefill)[0])
         decode = int(np.flatnonzero(self.decode == way.decode)[0])

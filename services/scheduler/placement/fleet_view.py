@@ -119,7 +119,7 @@ class FleetView:
         if load.rates.transfers != before.transfers:
             self._pairs.observe(worker.slot, load.rates.transfers, now_ms)
         else:
-            self._pairs.hear_again(worker.slot, now_ms)
+            self._pairs.renew(worker.slot, now_ms)
         if worker.state != state:
             self._regroup()
 

@@ -153,7 +153,7 @@ class Pairs:
         """Of each reader: the number of its pairs, their latencies and rates added up."""
         self._measured: dict[int, dict[WorkerId, tuple[Link, int]]] = {}
         """By reader: what it has measured of whom, and since when that is unchanged."""
-        self._heard: dict[int, int] = {}
+        self._changed_ms: dict[int, int] = {}
         """Readers whose rows are not written yet, and when they spoke."""
         self._weighed: dict[int, int] = {}
         """When the readers whose rows are written had spoken."""
@@ -183,19 +183,19 @@ class Pairs:
         self._measured[slot] = now
         sums = [len(now), sum(link.latency_ms for link, _ in now.values()), sum(x.bytes_per_s for x, _ in now.values())]
         self._sums[slot] = sums
-        self._heard[slot] = now_ms
+        self._changed_ms[slot] = now_ms
         self._assumed = None
 
-    def hear_again(self, slot: int, now_ms: int) -> None:
+    def renew(self, slot: int, now_ms: int) -> None:
         """Note that a reader has measured nothing new: what it had grows older, which counts in steps."""
         weighed_ms = self._weighed.get(slot)
         if weighed_ms is not None and now_ms - weighed_ms >= REWEIGH_MS:
-            self._heard[slot] = now_ms
+            self._changed_ms[slot] = now_ms
 
     def remove_worker(self, slot: int) -> None:
         """Forget a worker, as a reader and as a source."""
         self._measured.pop(slot, None)
-        self._heard.pop(slot, None)
+        self._changed_ms.pop(slot, None)
         self._weighed.pop(slot, None)
         self._sums[slot] = self._quickest[slot] = 0.0
         for each in self._links:
@@ -207,7 +207,7 @@ class Pairs:
         """Note a source that others may have measured before it was known."""
         for reader, measured in self._measured.items():
             if worker_id in measured:
-                self._heard.setdefault(reader, measured[worker_id][1])
+                self._changed_ms.setdefault(reader, measured[worker_id][1])
 
     def between(
         self, sources: Slots, readers: Slots, slots_of: Mapping[WorkerId, int], tiers: Sequence[Tier] = ()
@@ -251,10 +251,10 @@ class Pairs:
 
     def _write(self, slots_of: Mapping[WorkerId, int]) -> None:
         """Bring the rows of those who have spoken up to date."""
-        for reader, heard_ms in self._heard.items():
+        for reader, seen_ms in self._changed_ms.items():
             # Clear the reader's column: a source that it reports no more counts as not measured.
             self._quickest[reader] = 0.0
-            self._weighed[reader] = heard_ms
+            self._weighed[reader] = seen_ms
             before = self._written.pop(reader, None)
             for links in self._links:
                 if before is not None:
@@ -270,7 +270,7 @@ class Pairs:
             # The older a measurement, the nearer it comes to its like: on a log scale, half way in each half-life.
             sources = np.array([slot for slot, _, _ in known], np.intp)
             own = np.array([link for _, link, _ in known], np.float64)
-            ages = heard_ms - np.array([since for _, _, since in known], np.float64)
+            ages = seen_ms - np.array([since for _, _, since in known], np.float64)
             like = self._like(reader, own)
             shares = 1 - 0.5 ** (ages / TRUST_HALF_LIFE_MS)
             aged = ages > 0
@@ -282,7 +282,7 @@ class Pairs:
                 links[sources, reader] = values
             self._quickest[reader] = own[:, 1].max()
             self._written[reader] = sources
-        self._heard.clear()
+        self._changed_ms.clear()
 
     def _like(self, reader: int, own: Floats) -> Floats:
         """Return the like of each measured pair, `[pairs, 2]`: the reader's other pairs, else the other readers'."""

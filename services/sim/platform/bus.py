@@ -172,9 +172,9 @@ class SimBroker:
         """The broker dies: messages on their way are lost, every client is disconnected."""
         self.is_up = self._is_still = False
         unread, self._unread = self._unread, []
-        for tell in self.observes_lost:
+        for observe in self.observes_lost:
             for subject, _ in unread:
-                tell(subject)
+                observe(subject)
         self._epoch += 1
         for bus in self._buses:
             bus.disconnected()
@@ -217,8 +217,8 @@ class SimBroker:
         bus.is_connected, bus.is_closed = False, True
         if bus in self._buses:
             self._buses.remove(bus)
-            said = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
-            self.accept(lambda: self.route(said))
+            message = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
+            self.accept(lambda: self.route(message))
         for subscription in bus.subscriptions:
             self.detach(subscription)
 
@@ -242,18 +242,18 @@ class SimBroker:
                 tap(message.subject, message.source.name)
             self.show(message.subject, message.payload)
         groups: dict[str, list[SimSubscription]] = {}
-        num_heard = 0
+        num_delivered = 0
         for subscription in self._listeners(message.subject):
             if not subscription.bus.is_connected:
                 continue
-            num_heard += 1
+            num_delivered += 1
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
             else:
                 self._deliver(message, subscription)
         for members in groups.values():
             self._deliver(message, members[next(self._turn) % len(members)])
-        if not num_heard and message.reply_id:
+        if not num_delivered and message.reply_id:
             source, reply_id, subject = message.source, message.reply_id, message.subject
             self.carry(source, source, lambda: source.unanswered(reply_id, NoRespondersError(subject)))
 
@@ -303,12 +303,12 @@ class SimBroker:
         found = self._listening.get(subject)
         if found is None:
             tokens = tuple(subject.split("."))
-            heard: dict[SimSubscription, int] = {}
+            subscribed: dict[SimSubscription, int] = {}
             for length in range(len(tokens) + 1):
                 for pattern, subscriptions in self._by_beginning.get(tokens[:length], {}).items():
                     if matches(pattern, tokens):
-                        heard |= subscriptions
-            found = self._listening[subject] = sorted(heard, key=heard.__getitem__)
+                        subscribed |= subscriptions
+            found = self._listening[subject] = sorted(subscribed, key=subscribed.__getitem__)
         return found
 
 

@@ -114,7 +114,7 @@ class SimEngineThread(EngineThread):
     def _die(self, start_s: float) -> None:
         """In the worker's own process: the one that stands still hears of it later."""
         self._steps.clear()
-        self._tell_death("the engine was killed", self._in_step)
+        self._report_death("the engine was killed", self._in_step)
         asyncio.get_running_loop().call_later(start_s, self._come_back)
 
     def _come_back(self) -> None:

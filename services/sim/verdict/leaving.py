@@ -22,8 +22,8 @@ class LeaveTap:
     def note_message(self, subject: str, payload: bytes) -> None:
         match subject.split(".")[2:]:
             case ["worker", worker_id, "leave"]:
-                said = decode(payload, LeaveAnswered, LeaveMesh)
-                if isinstance(said, LeaveAnswered) and not said.is_last:
+                published = decode(payload, LeaveAnswered, LeaveMesh)
+                if isinstance(published, LeaveAnswered) and not published.is_last:
                     self._leaving[self._mesh.services[worker_id]] = self._now_s()
             case _:
                 pass

@@ -64,11 +64,11 @@ class MoveTap:
             case ["tokens", worker_id, _]:
                 for tokens in decode(payload, TokensEmitted).requests:
                     self._note_failure(WorkerId(worker_id), tokens)
-                    self._hear(WorkerId(worker_id), tokens)
+                    self._received(WorkerId(worker_id), tokens)
             case ["worker", worker_id, "progress"]:  # it may be here before what it repeats
-                said = decode(payload, Progress, AskProgress)
-                if isinstance(said, Progress) and said.tokens is not None:
-                    self._hear(WorkerId(worker_id), said.tokens)
+                published = decode(payload, Progress, AskProgress)
+                if isinstance(published, Progress) and published.tokens is not None:
+                    self._received(WorkerId(worker_id), published.tokens)
             case ["worker", worker_id, "draining"]:
                 self._leaving.add(WorkerId(worker_id))
             case ["worker", worker_id, "joined"]:
@@ -115,12 +115,12 @@ class MoveTap:
         """A failure is said once; who asks for progress is told what was said last."""
         if tokens.failure is None:
             return
-        said = ((RequestId(tokens.request_id), tokens.attempt), worker_id)
-        if said in self._failed:
+        published = ((RequestId(tokens.request_id), tokens.attempt), worker_id)
+        if published in self._failed:
             self._wrong.append(f"{worker_id} said twice that attempt {tokens.attempt} of {tokens.request_id} failed")
-        self._failed.add(said)
+        self._failed.add(published)
 
-    def _hear(self, worker_id: WorkerId, tokens: RequestTokens) -> None:
+    def _received(self, worker_id: WorkerId, tokens: RequestTokens) -> None:
         request_id = RequestId(tokens.request_id)
         key = (request_id, tokens.attempt)
         if tokens.failure is not None:

@@ -49,7 +49,7 @@ class ToolParser(ABC):
         self._only_one = only_one
         self._reader = Reader()
         self._pieces: list[Piece] = []
-        self._tells_arguments = False
+        self._streams_arguments = False
         """What is taken now are a call's arguments, and is told of at once."""
         self._steps = self._run()
 
@@ -71,7 +71,7 @@ class ToolParser(ABC):
 
     def _go_on(self) -> list[Piece]:
         next(self._steps, None)
-        if self._tells_arguments:
+        if self._streams_arguments:
             self._emit_arguments()
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -109,7 +109,7 @@ class ToolParser(ABC):
 
     def _envelope(self) -> Steps[None]:
         """Read a call that is an object with a name and arguments. Raises as `_calls`, before the call was told of."""
-        reader, told = self._reader, self.num_calls
+        reader, num_before = self._reader, self.num_calls
         name = arguments = ""
         # Fields come in any order: arguments behind the name are passed on as they come, others are kept to the end.
         try:
@@ -122,7 +122,7 @@ class ToolParser(ABC):
                 yield from reader.space()
                 begin = reader.at
                 # Skip further fields behind such arguments: the call has been passed on already.
-                if self.num_calls > told:
+                if self.num_calls > num_before:
                     yield from reader.value()
                 elif field == "name":
                     name = self._known((yield from reader.string()))
@@ -142,10 +142,10 @@ class ToolParser(ABC):
                 reader.at += 1
             yield from reader.expect("}")
         except BadJsonError:
-            if self.num_calls == told:
+            if self.num_calls == num_before:
                 raise
             reader.at = 0  # what is behind the arguments closes the call, or is content
-        if self.num_calls == told:
+        if self.num_calls == num_before:
             self._emit_whole(self._known(name), arguments)
 
     def _arguments(self, name: str) -> Steps[None]:
@@ -156,13 +156,13 @@ class ToolParser(ABC):
             raise NoCallError
         self._begin_call(name)
         self._drop(reader.at)
-        self._tells_arguments = True
+        self._streams_arguments = True
         try:
             yield from reader.value()
         except BadJsonError:
             yield from self._broken()
         self._emit_arguments()
-        self._tells_arguments = False
+        self._streams_arguments = False
 
     def _broken(self) -> Steps[None]:
         """Take all that comes before a call's end."""
