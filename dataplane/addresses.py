@@ -20,7 +20,7 @@ def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a name or address is reached from this machine alone."""
+    """Return whether a name or address is reached from this machine alone."""
     address = address_of(host)
     return host == "localhost" if address is None else address.is_loopback
 

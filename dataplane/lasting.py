@@ -1,5 +1,5 @@
-"""What goes on for as long as its process lives. A try that fails, for whatever reason, is said in a line, and there is
-another one after a pause, which grows.
+"""What goes on for as long as its process lives. A try that fails, for whatever reason, is logged in a line, and there
+is another one after a pause, which grows.
 
 An assertion that fails is a mistake of ours and no failure: it ends the process, which is started again.
 """
@@ -34,7 +34,7 @@ class Tries:
         self._began_s = time.monotonic()
 
     def pause_after(self, error: Exception | None) -> float:
-        """Say that a try has failed; None: it has ended, and was not to. Return how long to wait before the next."""
+        """Log that a try has failed; None: it has ended, and was not to. Return how long to wait before the next."""
         if time.monotonic() - self._began_s >= SOUND_AFTER_S:
             self._pause_s = FIRST_PAUSE_S
         pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)

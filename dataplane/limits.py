@@ -7,7 +7,7 @@ MAX_IDLE_PER_HOLDER = 4
 MAX_IDLE = 64
 """Unused connections that a reader keeps in all."""
 LINGER_S = 1.0
-"""Who has said its last word gives the peer so long to read it before it closes."""
+"""Who has sent its last message gives the peer so long to read it before it closes."""
 BACKLOG = 64
 """Connections that wait to be accepted."""
 ACCEPT_PAUSE_S = 0.05
@@ -23,7 +23,7 @@ LOG_INTERVAL_S = 1.0
 MAX_LOGGED_PEERS = 256
 """Peers of which it is remembered when the last line was."""
 
-# The stream: every size that is said on a wire has a limit.
+# The stream: every size that is sent on a wire has a limit.
 
 MAX_TICKET_CHARS = 2048
 """Characters of a ticket."""
@@ -46,4 +46,4 @@ MAX_UNACKED_FRAMES = 8
 MAX_OUTSTANDING_FRAMES = 16
 """Frames that a reader takes before the first of them is committed. At least MAX_UNACKED_FRAMES."""
 MAX_FRAMES_PER_ACK = 4
-"""A reader that has finished with so many frames says so, even if the holder has sent more meanwhile."""
+"""A reader that has finished with so many frames acknowledges them, even if the holder has sent more meanwhile."""

@@ -24,13 +24,13 @@ class PlaneTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     connect_s: Wait = 5.0
     """A reader gives up connecting to a holder after so long, or at its deadline."""
     open_s: Wait = 5.0
-    """A connection on which nobody has said within this time what is wanted is cut."""
+    """A connection on which nobody has asked for anything within this time is cut."""
     holder_idle_s: Wait = 30.0
     """A reader that takes nothing for so long is cut, and a connection on which no next stream is opened."""
     max_idle_s: Wait = 10.0
     """A reader keeps an unused connection for so long. Below `holder_idle_s`, so that it is seldom the holder who ends
     it."""
     busy_send_s: Wait = 1.0
-    """A holder that is full tries for so long to say so; it accepts nobody meanwhile."""
+    """A holder that is full tries for so long to send its refusal; it accepts nobody meanwhile."""
     broken_s: Pace = 60.0
     """A carrier that could not be set up towards a holder is left out for so long, while there is another."""

@@ -1,4 +1,4 @@
-"""What a broker itself says. Not a message of ours: NATS' own words, of which we read what we need."""
+"""What a broker itself publishes. Not a message of ours: NATS' own words, of which we read what we need."""
 
 import msgspec
 
@@ -23,12 +23,12 @@ class Disconnected(msgspec.Struct, frozen=True):
 
 
 def disconnected(name: str) -> bytes:
-    """Return what a broker says of the end of a connection, for brokers that are made up."""
+    """Return what a broker publishes at the end of a connection, for brokers that are made up."""
     return msgspec.json.encode(Disconnected(Client(name)))
 
 
 def name_of(payload: bytes) -> str:
-    """Return whose connection has ended; empty where that does not say."""
+    """Return whose connection has ended; empty where that is not given."""
     try:
         return msgspec.json.decode(payload, type=Disconnected).client.name
     except msgspec.DecodeError:

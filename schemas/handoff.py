@@ -15,7 +15,7 @@ from schemas.request import AttemptEnd, FinishReason
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a holder serves reads. Only ever made by the holder itself, which says it when it joins; what is read
+    """Where a holder serves reads. Only ever made by the holder itself, which publishes it when it joins; what is read
     later is read there."""
 
     host: str
@@ -28,11 +28,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The uuid of the graphics card that the KV lies on; "": in host memory."""
     arena_nonce: str = ""
     """Random text that stands in that memory: proves to the reader that it opened the right one. It comes with an offer
-    or a lease, and nobody else hears it."""
+    or a lease, and nobody else receives it."""
 
     @property
     def public(self) -> "Endpoint":
-        """What everybody may hear of it."""
+        """What everybody may know of it."""
         return msgspec.structs.replace(self, arena_nonce="")
 
 
@@ -52,7 +52,7 @@ class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
 
 class KVOffered(HandoffMessage, frozen=True, kw_only=True):
     """Sent when prefill starts: the reader opens its stream before the first layer is computed, where this incarnation
-    of the source has said that it serves. `num_tokens`: what the lease is on, the prompt or, where blocks are only
+    of the source has announced that it serves. `num_tokens`: what the lease is on, the prompt or, where blocks are only
     whole of use, the slots of its blocks."""
 
     lease_id: LeaseId

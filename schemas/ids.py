@@ -29,10 +29,10 @@ def new_nonce() -> str:
 
 
 def is_subject_token(text: str) -> bool:
-    """Say whether `text` may stand between two dots of a subject."""
+    """Return whether `text` may stand between two dots of a subject."""
     return 0 < len(text) <= MAX_SUBJECT_TOKEN and all(c.isalnum() or c in "-_" for c in text) and text.isascii()
 
 
 def is_tenant(text: str) -> bool:
-    """Say whether `text` may name a tenant; empty: there are none. It goes into tickets, which have a bound."""
+    """Return whether `text` may name a tenant; empty: there are none. It goes into tickets, which have a bound."""
     return not text or is_subject_token(text)

@@ -22,7 +22,7 @@ class LeaseEnd(enum.StrEnum):
     """Its attempt has ended, the read has failed, or the holder needs the blocks or stops."""
     READER_LEFT = "reader_left"
     SILENT = "silent"
-    """Its stream is over, and its reader said nothing more."""
+    """Its stream is over, and its reader sent nothing more."""
     EXPIRED = "expired"
     DEADLINE = "deadline"
     """The request's deadline has passed."""
@@ -56,7 +56,7 @@ class ReadEnd(enum.StrEnum):
     CLOSING = "closing"
     INTERNAL = "internal"
     UNKNOWN = "unknown"
-    """Neither this reader nor the scheduler has heard of this incarnation of the holder."""
+    """Neither this reader nor the scheduler knows this incarnation of the holder."""
     CONNECT = "connect"
     """Nobody can be connected to."""
     CLOSED = "closed"
@@ -68,7 +68,7 @@ class ReadEnd(enum.StrEnum):
     DIGEST = "digest"
     """What arrived is not what was sent."""
     CONTENT = "content"
-    """What was sent is not what it is said to be."""
+    """What was sent is not what it is claimed to be."""
     HOLDER = "holder"
     CODEC = "codec"
     MEMORY = "device"
@@ -105,7 +105,7 @@ class ReturnLease(RequestMessage, frozen=True, kw_only=True):
 
 class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     """Tokens [first_token, num_tokens) of the reader's sequence may be read with this ticket, once, where this
-    incarnation of the worker has said that it serves.
+    incarnation of the worker has announced that it serves.
 
     The lease ends with the read, however that ends, or after `lease_ms` without one. `has_more`: the holder is
     fetching or computing more of what was asked for; who asks for the rest after this read may get it.
@@ -165,7 +165,7 @@ def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_
 
 
 def is_as_asked(request: RequestLease, granted: LeaseGranted, block_size: int) -> bool:
-    """Say whether a lease is on whole blocks from the first asked one on, and on no more than was asked."""
+    """Return whether a lease is on whole blocks from the first asked one on, and on no more than was asked."""
     first_token = request.first_block * block_size
     most = first_token + len(request.block_hashes) // BLOCK_HASH_BYTES * block_size
     num_tokens = granted.num_tokens

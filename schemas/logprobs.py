@@ -1,6 +1,6 @@
 """Logprobs, as workers send them and gateways read them.
 
-They are natural logarithms of what the model itself says: log-softmax of its logits, before temperature, penalties,
+They are natural logarithms of the model's own probabilities: log-softmax of its logits, before temperature, penalties,
 bias and any mask. So they do not depend on how a token was chosen.
 """
 

@@ -1,6 +1,6 @@
 """The base of every message, and the one place where bytes become messages.
 
-JSON, so that a stock NATS client shows what is said; tagged, so that one subject may carry several types; unknown
+JSON, so that a stock NATS client shows what is sent; tagged, so that one subject may carry several types; unknown
 fields are ignored and new fields carry defaults, so that old and new services understand each other.
 """
 

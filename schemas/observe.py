@@ -1,4 +1,4 @@
-"""What is said for people and their tools; no decision hangs on it. Ages are in milliseconds.
+"""What is reported to people and their tools; no decision hangs on it. Ages are in milliseconds.
 
 A request's events are published by its gateway: `nats sub 'mesh.v1.request.>'`. A request has one `accepted` and one
 end: `finished`, `failed` or `cancelled`; their ages count from `accepted`. Anybody may ask what a worker does, and

@@ -2,7 +2,7 @@
 
 Everybody awaits replies below REPLIES, their role and their own name; observers below INBOX, as stock NATS tools do.
 Whom a question has reached may answer it there, once, and does so only where those await replies who may ask it
-(`replies_to`): it may say what they may not. So are people's surveys answered. Else everybody publishes to their own
+(`replies_to`): it may send what they may not. So are people's surveys answered. Else everybody publishes to their own
 only, by which a client proves that its connection works.
 """
 
@@ -16,7 +16,7 @@ from schemas.subjects import SUBJECTS, Permit, Role, Subject
 REPLIES = "_REPLY"
 INBOX = "_INBOX"
 ALL = "mesh.>"
-"""What people subscribe to who want to hear all that they may."""
+"""What people subscribe to who want to receive all that they may."""
 PEOPLE = (Role.OBSERVER, Role.OPERATOR)
 GUESTS = (*PEOPLE, Role.INDEXER)
 """Who serves nothing, and comes with a stock client of NATS and credentials of its own."""

@@ -59,8 +59,8 @@ BadWord = Annotated[tuple[Number, ...], Meta(min_length=1)]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen. The gateway always fills `seed`, so that a second attempt gives the same tokens.
 
-    What its fields may be is said here for the API, the bus and the engine's process: whoever decodes checks it. Tokens
-    that a model does not have are refused by its workers.
+    What its fields may be is declared here for the API, the bus and the engine's process: whoever decodes checks it.
+    Tokens that a model does not have are refused by its workers.
 
     A token depends on the prompt, these parameters, the answer before it and its index in the answer only: whatever
     counts or remembers is made of the answer's tokens again wherever an answer goes on.
@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: GrammarText = ""
     """What the answer must be, in llguidance's Lark; empty: anything."""
     grammar_digest: bytes = b""
-    """Of a longer text in place of it (`digest_of_grammar`); the gateway tells it who asks (AskGrammar)."""
+    """Of a longer text in place of it (`digest_of_grammar`); the gateway sends it to who asks (AskGrammar)."""
     logprobs: NumTop | None = None
     """The answer's logprobs are wanted, with so many of the likeliest tokens'."""
     prompt_logprobs: NumTop | None = None
@@ -108,7 +108,7 @@ def digest_of_grammar(text: str) -> bytes:
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks [first_block, first_block + num_blocks) of the prompt are said to lie with `worker_id`."""
+    """Blocks [first_block, first_block + num_blocks) of the prompt are reported to lie with `worker_id`."""
 
     worker_id: WorkerId
     first_block: Count
@@ -135,8 +135,8 @@ class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reuse(enum.StrEnum):
-    """What a placement makes of the KV that others are said to have of a prompt. A worker may have some that nobody
-    said anything of, or no more."""
+    """What a placement makes of the KV that others are reported to have of a prompt. A worker may have some that
+    nobody reported, or have it no more."""
 
     USED = "used"
     """A worker that was chosen has some of it, or is to read some."""
@@ -145,9 +145,9 @@ class Reuse(enum.StrEnum):
     NOT_ASKED = "not_asked"
     """The policy does not look at who has what."""
     WITHOUT_DIRECTORY = "without_directory"
-    """No directory has said in time who has what."""
+    """No directory has answered in time who has what."""
     NOTHING_HELD = "nothing_held"
-    """Nobody is said to have any."""
+    """Nobody is reported to have any."""
     BELOW_THRESHOLD = "below_threshold"
     """Nobody has as many tokens of it as are read rather than computed (`scheduler.pull_tokens_min`)."""
     NOT_QUICKER = "not_quicker"
@@ -165,7 +165,7 @@ class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     tenant: str = ""
     """Whose request it is: KV is never shared between tenants."""
     moved_from: KVSource | None = None
-    """Who has given the attempt before away, and what it says that it lends of the prompt."""
+    """Who has migrated the attempt before, and what it reports that it lends of the prompt."""
     must_split: bool = False
     """Two workers, or a refusal."""
 
@@ -232,7 +232,7 @@ class RunAttempt(RequestMessage, frozen=True, kw_only=True):
     downstream: OtherEnd | None = None
     """Who decodes: compute the prompt, send the next token, and hand the KV over."""
     sources: tuple[KVSource, ...] = ()
-    """Who else is said to have KV of this prompt; with an `upstream`, should its own not arrive."""
+    """Who else is reported to have KV of this prompt; with an `upstream`, should its own not arrive."""
     num_answered_tokens: Number = 0
     tenant: str = ""
     signature: bytes = b""
@@ -274,7 +274,7 @@ class FirstTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where the prompt's KV on one worker came from: cached + transferred + recomputed = the prompt.
 
-    `is_prefill`: said by the prefill worker of a split request; else by the worker that decodes.
+    `is_prefill`: sent by the prefill worker of a split request; else by the worker that decodes.
     """
 
     transferred_tokens: Number = 0
@@ -305,7 +305,7 @@ class AttemptFailure(enum.StrEnum):
     PREEMPTED = "preempted"
     """The worker is full, and another one has room for this answer."""
     GRAMMAR = "grammar"
-    """The answer cannot be what the request says that it must be. No other worker can do better."""
+    """The answer cannot be what the request requires. No other worker can do better."""
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,14 +363,14 @@ class CancelRequest(RequestMessage, frozen=True, kw_only=True):
 
 
 class AskProgress(RequestMessage, frozen=True, kw_only=True):
-    """What has come of this attempt? The gateway asks where tokens are missing or nothing has been heard for a while:
-    the bus may lose a message. `index`: the first token of the answer that it lacks."""
+    """What has come of this attempt? The gateway asks where tokens are missing or nothing has been received for a
+    while: the bus may lose a message. `index`: the first token of the answer that it lacks."""
 
     index: Number
 
 
 class Progress(RequestMessage, frozen=True, kw_only=True):
-    """What a worker knows of an attempt. `known` False: it has never heard of it, or has forgotten it; it will send
+    """What a worker knows of an attempt. `known` False: it has never received it, or has forgotten it; it will send
     nothing. `tokens` None: nothing from the asked index on yet. `is_waiting`: it is in line here, for room or for
     its KV: there is no hurry to ask again."""
 

@@ -1,7 +1,7 @@
-"""Every subject of the mesh: what it carries, who may say it and who may hear it. The broker's permissions
+"""Every subject of the mesh: what it carries, who may publish it and who may receive it. The broker's permissions
 (`schemas.permissions`) and the tables in docs/protocol.md and docs/security.md are generated from SUBJECTS.
 
-A name in braces is a token that an id fills. It is the message's field of that name, which must say the same; `to` is
+A name in braces is a token that an id fills. It is the message's field of that name, which must be the same; `to` is
 whom the message is for, and `id` is of no field.
 """
 
@@ -97,14 +97,14 @@ class Role(enum.StrEnum):
     OBSERVER = "observer"
     """A person who may see what happens, but no prompt, no token, no hash of a prompt and no ticket."""
     OPERATOR = "operator"
-    """A person who may hear everything."""
+    """A person who may receive everything."""
     INDEXER = "indexer"
-    """A program from outside that keeps its own index of who holds which block: it hears no prompt, no token, no answer
-    and no tenant's name."""
+    """A program from outside that keeps its own index of who holds which block: it receives no prompt, no token, no
+    answer and no tenant's name."""
 
 
 class Permit(NamedTuple):
-    """Members of this role may say or hear a subject. `own`: only where this id of the subject is their own name."""
+    """Members of this role may publish or receive a subject. `own`: only where this id of it is their own name."""
 
     role: Role
     own: str = ""
@@ -115,10 +115,10 @@ class Subject(Generic[CarriesT, ReplyT]):
     """One subject: its pattern, what is published or asked there, what may be answered, and between whom.
 
     The type says the same: `Subject[PlaceRequest, Placement | Refused]` is a request that has two kinds of reply,
-    `Subject[WorkerLeft, None]` is an event. `pattern` has `{}` for each of `ids`. Who hears a request answers it: only
-    whom a request has reached may send something to where its reply is awaited. `queue`: the group of which one member
-    answers, where there are several. `may_be_empty`: a message without a payload stands for what it `carries`, so that
-    any client may ask.
+    `Subject[WorkerLeft, None]` is an event. `pattern` has `{}` for each of `ids`. Who receives a request answers it:
+    only whom a request has reached may send something to where its reply is awaited. `queue`: the group of which one
+    member answers, where there are several. `may_be_empty`: a message without a payload stands for what it `carries`,
+    so that any client may ask.
     """
 
     pattern: str
@@ -142,7 +142,7 @@ class Subject(Generic[CarriesT, ReplyT]):
         return self.pattern.format(*(f"{{{name}}}" for name in self.ids))
 
     def disagreement(self, subject: str, message: CarriesT) -> str:
-        """Return which id of a concrete subject is another one than the message says; empty where they agree."""
+        """Return which id of a concrete subject is another one than the message's; empty where they agree."""
         tokens = [
             token for token, shape in zip(subject.split("."), self.pattern.split("."), strict=True) if shape == "{}"
         ]
@@ -171,7 +171,7 @@ Grants = tuple[Permit, ...] | Permit
 
 
 def _event(pattern: str, carries: type[CarriesT], published_by: Grants, received_by: Grants) -> Subject[CarriesT, None]:
-    """Return the subject of an event: nobody answers it, and asking it is a type error. Operators hear all events."""
+    """Return the subject of an event: nobody answers it, asking it is a type error. Operators receive all events."""
     return Subject(*_unnamed(pattern), carries, (), _grants(published_by), (*_grants(received_by), OPERATORS))
 
 
@@ -184,7 +184,7 @@ def _question(
     queue: str = "",
     may_be_empty: bool = False,
 ) -> Subject[CarriesT, ReplyT]:
-    """Return the subject of a request. Operators hear the questions, and no answer."""
+    """Return the subject of a request. Operators receive the questions, and no answer."""
     return Subject(
         *_unnamed(pattern),
         carries,

@@ -1,4 +1,4 @@
-"""What workers say of themselves. The scheduler's whole view of the fleet is made of these."""
+"""What workers report of themselves. The scheduler's whole view of the fleet is made of these."""
 
 import enum
 from typing import Literal
@@ -34,7 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """Where its model runs and its KV lies, for people: `cpu`, or `cuda:0` and what the card is called."""
     num_blocks_behind: Count | None = None
-    """For how many the tier behind a store's memory has room. None: it does not say."""
+    """For how many the tier behind a store's memory has room. None: not reported."""
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
 
 
 class WorkerBeat(Message, frozen=True, kw_only=True):
-    """The worker lives, and has no other load than it said last. It says this or its load about every 0.3 s."""
+    """The worker lives, and has the load that it published last. It publishes this or its load about every 0.3 s."""
 
     worker_id: WorkerId
     incarnation: str
@@ -174,7 +174,7 @@ class DrainWorker(Message, frozen=True, kw_only=True):
 
 
 class DrainAnswered(Message, frozen=True, kw_only=True):
-    """`refusal`: why the worker stays, for people; "": it leaves. `is_leaving`: it was told to before."""
+    """`refusal`: why the worker stays, for people; "": it leaves. `is_leaving`: it was asked to before."""
 
     worker_id: WorkerId
     incarnation: str
@@ -188,15 +188,15 @@ class LeftReason(enum.StrEnum):
     DIED = "died"
     """Its process has ended: nobody serves its questions."""
     SILENT = "silent"
-    """Nothing was heard of it for too long."""
+    """Nothing was received from it for too long."""
     RESTARTED = "restarted"
     """Another incarnation speaks under its name."""
     STOPPED = "stopped"
-    """It says so itself: it was told to stop, and has left in order."""
+    """It reports so itself: it was asked to stop, and has left in order."""
 
 
 class WorkerLeft(Message, frozen=True, kw_only=True):
-    """This incarnation of a worker is over: it says so itself, or a scheduler has declared it lost."""
+    """This incarnation of a worker is over: it reports so itself, or a scheduler has declared it lost."""
 
     worker_id: WorkerId
     incarnation: str
@@ -219,14 +219,14 @@ class ClaimName(Message, frozen=True, kw_only=True):
     """I live by this name: who else does? Asked by a service that starts, and after each reconnection; whoever else
     lives by the name answers with the claim that keeps it: the settled one, or else the lower token.
 
-    `token` is the claim's own, `where` tells a person the machine and the process.
+    `token` is the claim's own, `where` names the machine and the process, for people.
     """
 
     name: str
     token: str
     where: str
     settled: bool
-    """It has heard of nobody else for as long as an answer may take."""
+    """It has received no other claim for as long as an answer may take."""
 
 
 class AskTime(Message, frozen=True, kw_only=True):
@@ -234,7 +234,7 @@ class AskTime(Message, frozen=True, kw_only=True):
 
 
 class TimeAnswered(Message, frozen=True, kw_only=True):
-    """The Unix time that the mesh goes by. `age_ms`, `token`: of the scheduler that says so. Of several the eldest
+    """The Unix time that the mesh goes by. `age_ms`, `token`: of the scheduler that answers. Of several the oldest
     counts."""
 
     unix_ns: Ns

@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 NUM_SOON = 8
 """So often the time is asked for in quick succession, as a service starts."""
 TOGETHER_MS = 1_000
-"""Of two schedulers whose ages differ by less the tokens decide: ages are told with the delay of a message."""
+"""Of two schedulers whose ages differ by less the tokens decide: ages come with the delay of a message."""
 FORGOTTEN_NS = 60_000_000_000
-"""A scheduler that was not heard for so long lives no more."""
+"""A scheduler that has not answered for so long lives no more."""
 
 
 def is_older(answer: TimeAnswered, age_ms: int, token: str) -> bool:
-    """Say whether the scheduler that has told the time counts beside one of this age and token; all decide alike."""
+    """Return whether the scheduler that answered counts beside one of this age and token; all decide alike."""
     ahead_ms = answer.age_ms - age_ms
     return answer.token < token if abs(ahead_ms) < TOGETHER_MS else ahead_ms > 0
 
 
 class OldestScheduler:
-    """The scheduler that a service goes by, the eldest of those that it hears: until schedulers of machines with other
+    """The scheduler that a service goes by, the eldest of those that answer it: until schedulers of machines with other
     clocks have agreed, who asks now the one and now the other would go to and fro."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class OldestScheduler:
         self._received_ns = 0
 
     def follows(self, answer: TimeAnswered) -> bool:
-        """Say whether to go by the scheduler that has told the time."""
+        """Return whether to go by the scheduler that answered."""
         now_ns, known = time.monotonic_ns(), self._answer
         passed_ns = now_ns - self._received_ns
         if known is not None and answer.token != known.token and passed_ns < FORGOTTEN_NS:

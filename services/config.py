@@ -34,11 +34,11 @@ MIB = 1 << 20
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 SampleRatio = Annotated[float, msgspec.Meta(ge=0, le=1)]
 BLOCK_SIZES: dict[EngineName, int] = {"transformers": 16, "vllm": 32}
-"""Tokens of a block, where nobody has said how many."""
+"""Tokens of a block, where nobody has set how many."""
 
 TRACES_PATH = "/v1/traces"
 OTLP_TIMEOUT_S = 5.0
-"""So long it is tried again to send some spans, by default: then it is said that they are lost."""
+"""So long it is tried again to send some spans, by default: then it is logged that they are lost."""
 MIN_SECRET_CHARS = 16
 """A shorter secret can be guessed."""
 
@@ -127,7 +127,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     request_timeout_s: float = 600.0
     """A request's deadline, from its arrival to its last token."""
     accept_timeout_s: Wait = 2.0
-    """How long a worker may take to say that it has taken a request; after it the worker is asked what it knows."""
+    """How long a worker may take to answer that it has taken a request; after it the worker is asked what it knows."""
     split: Annotated[
         SplitMode, Flag("--split", "always: what is not served by a prefill and a decode worker fails, and says why.")
     ] = "auto"
@@ -135,13 +135,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Attempts in a row that give the client nothing. Where one worker died and the machine stalls, two or three others
     may look dead for a moment."""
     tool_format: ToolFormat | Literal["auto"] = "auto"
-    """How the model writes calls of tools, where its chat template does not tell ("auto")."""
+    """How the model writes calls of tools, where its chat template does not show it ("auto")."""
     place_wait_s: Wait = 5.0
     """How long a request that nobody has begun may wait for a scheduler, or for workers that take it."""
     resume_wait_s: Wait = 30.0
     """How long an answer under way may wait for workers or a scheduler to come back."""
     progress_after_ms: WaitMs = 1_000
-    """A worker that has said nothing of a request for this long is asked what it has come to."""
+    """A worker that has sent nothing of a request for this long is asked what it has come to."""
     worker_silent_ms: WaitMs = 3_000
     """A worker that does not answer that for this long is taken for lost."""
     tenants: Annotated[
@@ -202,9 +202,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     unsplit_tokens_max: int = 512
     """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may serve it alone."""
     silent_after_ms: WaitMs = 3_000
-    """A worker that has said nothing for this long is taken for dead."""
+    """A worker that has sent nothing for this long is taken for dead."""
     ping_interval_ms: PaceMs = 200
-    """A worker that has said nothing for two of these is asked whether it lives, and again after each."""
+    """A worker that has sent nothing for two of these is asked whether it lives, and again after each."""
     suspect_after_ms: WaitMs = 600
     """A worker that neither answers nor speaks for this long gets nothing new while another one could take it."""
     max_queue_ms: int = 30_000
@@ -243,7 +243,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         PlaneEncryption, Flag("--plane-encryption", "Encrypt KV that crosses tcp; auto: to any address but loopback.")
     ] = "auto"
     advertise_host: str = ""
-    """What readers are told to connect to; empty: `plane_host`."""
+    """The address that readers are given to connect to; empty: `plane_host`."""
     lease_ms: WaitMs = 30_000
     digests: bool = True
     prefix_cache: Annotated[
@@ -514,7 +514,7 @@ def _settled_dtype(config: MeshConfig) -> Dtype:
 
 
 def is_card(device: str) -> bool:
-    """Say whether a device is named that is a card. "auto" names none."""
+    """Return whether a device is named that is a card. "auto" names none."""
     return device.startswith("cuda")
 
 
@@ -561,7 +561,7 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
 
 
 class OtlpTarget(NamedTuple):
-    """Where spans go. `timeout_s`: None where OpenTelemetry's variables say it."""
+    """Where spans go. `timeout_s`: None where OpenTelemetry's variables set it."""
 
     url: str
     is_grpc: bool
@@ -591,7 +591,7 @@ def otlp_target(telemetry: TelemetryConfig) -> OtlpTarget | None:
 
 
 def _otlp_variable(name: str) -> str:
-    """Return what OpenTelemetry's variables say of traces, or else of all signals."""
+    """Return what OpenTelemetry's variables set for traces, or else for all signals."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
 
 
@@ -670,7 +670,7 @@ def state_dir() -> Path:
 
 
 def is_state_dir_named() -> bool:
-    """Say whether KVMESH_STATE_DIR names the state folder."""
+    """Return whether KVMESH_STATE_DIR names the state folder."""
     return bool(os.environ.get("KVMESH_STATE_DIR"))
 
 
@@ -683,7 +683,7 @@ READABLE_KEYS = "KVMESH_READABLE_KEYS"
 
 
 def takes_readable_keys() -> bool:
-    """Say whether keys are taken that others may read."""
+    """Return whether keys are taken that others may read."""
     return os.environ.get(READABLE_KEYS) == "1"
 
 

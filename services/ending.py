@@ -1,4 +1,4 @@
-"""SIGTERM from the first moment of a process on, before a loop hears it. Imports nothing that takes time.
+"""SIGTERM from the first moment of a process on, before a loop handles it. Imports nothing that takes time.
 
 The kernel keeps a signal that has no handler from process 1, which a service is in a container; and Python calls
 handlers only between two of its own steps, not while a library loads weights. So a handler ends the process as an
@@ -22,14 +22,14 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, sign
 
 
 def ignore_signals() -> None:
-    """From now on this process, which another one starts and ends, hears nothing of what a terminal or an init tells
-    all processes of a group: that is for the one that started it."""
+    """From now on this process, which another one starts and ends, ignores what a terminal or an init sends to all
+    processes of a group: that is for the one that started it."""
     for number in _OF_GROUPS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_on_signal() -> None:
-    """From now on SIGTERM ends this process, until a loop that hears it runs (`run_until_signal`)."""
+    """From now on SIGTERM ends this process, until a loop that handles it runs (`run_until_signal`)."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end)  # written as the signal comes, whatever the main thread does

@@ -1,4 +1,4 @@
-"""Files and folders that nobody else on the machine may read: a prompt can be told from its KV, its trace, a log line.
+"""Files and folders that nobody else on the machine may read: a prompt can be read from its KV, its trace, a log line.
 
 The only place of the services that makes either.
 """

@@ -248,7 +248,7 @@ def library_text(prefix: str) -> str:
 
 
 class _OfLibrary(Collector):
-    """What a library says of itself."""
+    """What a library reports of itself."""
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read = read

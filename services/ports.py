@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Say whether a server could listen on this port of this machine's own address."""
+    """Return whether a server could listen on this port of this machine's own address."""
     try:
         listen(own_address(), port).close()
     except OSError:

@@ -1,10 +1,10 @@
 """Who is alive: the rules by which a scheduler judges workers, a gateway the workers of a request, a worker the
 gateways, and a worker itself. Pure: times come in, verdicts go out. Whom to ask when is each room's own.
 
-alive: a sign was heard, such as a beat, a load, an answer or tokens (`Peer.seen`).
+alive: a sign was received, such as a beat, a load, an answer or tokens (`Peer.seen`).
 suspect: no sign for a while. Nothing new is given to it while somebody else could take it (`FailureDetector.quiet_ms`).
-dead: the broker has said twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
-    others were heard (`FailureDetector.is_silent`).
+dead: the broker has answered twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
+    others were seen (`FailureDetector.is_silent`).
 partitioned: we ourselves have received nothing from anybody. Then nobody's silence means anything
     (`FailureDetector.is_partitioned`).
 unproved: what we have sent through the broker to ourselves has not come back. The same (`FailureDetector.ask_proof`).
@@ -22,7 +22,7 @@ from schemas.worker import WorkerLeft
 from services.times import PresenceTimes
 
 OVERDUE_PINGS = 2
-"""Who has said nothing for so many of a scheduler's ping intervals is asked: a beat is missing."""
+"""Who has sent nothing for so many of a scheduler's ping intervals is asked: a beat is missing."""
 MAX_FENCES = 1_024
 """So many incarnations that have left are remembered, the latest ones."""
 
@@ -96,12 +96,12 @@ class FailureDetector:
         return now_ms < self._recovered_ms
 
     def quiet_ms(self, seen_ms: int, now_ms: int) -> int:
-        """Return how long somebody last heard at `seen_ms` has said nothing that we could have heard."""
+        """Return how long somebody last seen at `seen_ms` has sent nothing that we could have received."""
         until_ms = now_ms if self._unproved_ms is None else min(now_ms, self._unproved_ms)
         return max(0, until_ms - max(seen_ms, self.since_ms))
 
     def is_silent(self, seen_ms: int, limit_ms: int, now_ms: int) -> bool:
-        """Whether somebody last heard at `seen_ms` is to be taken for dead."""
+        """Whether somebody last seen at `seen_ms` is to be taken for dead."""
         return not self.is_partitioned(now_ms) and self.quiet_ms(seen_ms, now_ms) >= limit_ms
 
 
@@ -112,14 +112,14 @@ class Peer:
     seen_ms: int
     """The last sign of it, or when it was first known."""
     unserved_ms: int | None = None
-    """When it was first known that nobody serves its questions; None once anything was heard of it since."""
+    """When it was first known that nobody serves its questions; None once anything was received from it since."""
 
     def seen(self, now_ms: int) -> None:
         """Take note of a sign of life."""
         self.seen_ms, self.unserved_ms = now_ms, None
 
     def is_gone(self, asked_ms: int, detector: FailureDetector, now_ms: int, gap_ms: int | None = None) -> bool:
-        """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
+        """The broker answers that nobody serves a question asked at `asked_ms`. Returns whether its process has
         ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came
         (None: as `detector` has it). Two questions that waited for the same broker are one proof."""
         if detector.is_recovering(now_ms):
@@ -150,7 +150,7 @@ class Heartbeat:
         self._last_s = now_s
 
     def stood_still(self, now_s: float) -> bool:
-        """Say, once, whether the process has stood still for too long until now."""
+        """Return, once, whether the process has stood still for too long until now."""
         if self._last_s is None or now_s - self._last_s < self._fence_after_s:
             return False
         self.beat(now_s)
@@ -165,12 +165,12 @@ class Heartbeat:
 
 
 class Speaker(enum.Enum):
-    """Who it is that has said its load."""
+    """Who it is that has published its load."""
 
     CURRENT = enum.auto()
-    """The incarnation that is known, or the first that is heard of."""
+    """The incarnation that is known, or the first that is seen."""
     SUCCESSOR = enum.auto()
-    """Another one. The end of the one that was known, and the beginning of this one, were not heard."""
+    """Another one. The end of the one that was known, and the beginning of this one, were not received."""
     PREDECESSOR = enum.auto()
     """Another one than is known, which is well: an old message."""
 
@@ -182,7 +182,7 @@ class _Incarnation:
 
 
 class Incarnations:
-    """Which incarnation each worker's name stands for, as one who only listens knows it. `quiet_ms`: one that has said
+    """Which incarnation each worker's name stands for, as one who only listens knows it. `quiet_ms`: one that has sent
     nothing for so long while another speaks under its name has been replaced."""
 
     def __init__(self, detector: FailureDetector, quiet_ms: int) -> None:
@@ -197,8 +197,8 @@ class Incarnations:
         return known is None or known.incarnation != incarnation
 
     def spoke(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> Speaker:
-        """A worker has said its load, which may be an old message: it replaces nobody that is well. To be told before
-        `detector` hears of it."""
+        """A worker has published its load, which may be an old message: it replaces nobody that is well. To be called
+        before `detector` notes it."""
         known = self._known.setdefault(worker_id, _Incarnation(incarnation, now_ms))
         if known.incarnation == incarnation:
             known.seen_ms = now_ms
@@ -224,8 +224,8 @@ class _Fence:
 
 
 class Fences:
-    """The incarnations that were said to have left. What such a one says counts no more. It is told again that it has
-    left, so that a worker that was stopped and goes on, or has missed the first word, comes back as a new one."""
+    """The incarnations that were reported to have left. What such a one sends counts no more. It is notified again,
+    so that a worker that was stopped and goes on, or has missed the first word, comes back as a new one."""
 
     def __init__(self, times: PresenceTimes, max_fences: int = MAX_FENCES) -> None:
         self._repeat_left_ms = times.repeat_left_ms
@@ -233,7 +233,7 @@ class Fences:
         self._fences: dict[tuple[WorkerId, str], _Fence] = {}
 
     def fence(self, left: WorkerLeft, now_ms: int) -> None:
-        """This incarnation has left, and somebody says so now. The first reason stays."""
+        """This incarnation has left, and somebody reports it now. The first reason stays."""
         key = (left.worker_id, left.incarnation)
         known = self._fences.pop(key, None)
         self._fences[key] = _Fence(known.left if known else left, now_ms)
@@ -245,8 +245,7 @@ class Fences:
         return (worker_id, incarnation) in self._fences
 
     def repeat(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> WorkerLeft | None:
-        """Return what to tell one that has left and has just spoken; None where it was
-        told a moment ago."""
+        """Return what to publish to one that has left and just spoke; None where that was published a moment ago."""
         fence = self._fences[(worker_id, incarnation)]
         if now_ms - fence.published_ms < self._repeat_left_ms:
             return None

@@ -34,7 +34,7 @@ ASKED_FOR = {"asked_for": True}
 
 class OneOfAKind(logging.Filter):
     """Lets one line of a kind through, and after `LOG_INTERVAL_S` the next, which says how many there were between
-    them. Of a kind are those of one text, whatever is filled into it. What somebody has asked for is always said:
+    them. Of a kind are those of one text, whatever is filled into it. What somebody has asked for is always logged:
     `extra=ASKED_FOR`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,7 +2,7 @@
 
 A `Wait` says how long somebody is waited for, and `scale` multiplies it, as it does the waits that other sections have
 (`services/config.py`): a machine that is ten times slower needs ten times the patience. A `Pace` says how often
-something is said or looked at, and stays.
+something is sent or looked at, and stays.
 """
 
 from typing import Annotated, TypeVar, get_type_hints
@@ -20,9 +20,9 @@ class PresenceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Who is alive. The rules are in `services/presence.py`."""
 
     beat_interval_ms: PaceMs = 300
-    """Every worker and store says something at least this often: a beat, which schedulers hear, or its load."""
+    """Every worker and store publishes something at least this often: a beat, for schedulers, or its load."""
     partitioned_after_ms: WaitMs = 1_500
-    """Who only listens, and hears nothing at all for this long, is cut off: two loads of every worker are missing."""
+    """Who only listens, and receives nothing for this long, is cut off: two loads of every worker are missing."""
     recover_ms: WaitMs = 2_000
     """After a reconnection, or a time without any message, the others reconnect as well, each in its own time. For this
     long it proves nothing that nobody serves a question."""
@@ -30,11 +30,11 @@ class PresenceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Two questions that nobody serves must be this far apart before their addressee is dead. It may be reconnecting by
     itself, which takes a client of the bus 200 ms or more."""
     repeat_left_ms: PaceMs = 1_000
-    """An incarnation that has left and still speaks is told so at most this often."""
+    """An incarnation that has left and still speaks is notified of it at most this often."""
 
     @property
     def load_interval_ms(self) -> int:
-        """Every worker and store says its load at least this often."""
+        """Every worker and store publishes its load at least this often."""
         return 2 * self.beat_interval_ms
 
     @property
@@ -57,11 +57,11 @@ class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """After a reconnection a request that nobody serves is sent again so often: who serves it may be on its way
     back."""
     claim_within_s: Wait = 3.0
-    """Who lives by a name has this long to say so to another one that starts by it, as long as a silence that means
-    death: on full cores a living one may be a second late. Who has died costs no wait: the broker says that nobody
-    answers."""
+    """Who lives by a name has this long to answer another one that starts by it, as long as a silence that means
+    death: on full cores a living one may be a second late. Who has died costs no wait: the broker reports that
+    nobody answers."""
     flush_timeout_s: Wait = 10.0
-    """A flush may take this long, unless its caller says otherwise. A service that starts gives up then."""
+    """A flush may take this long, unless its caller sets another time. A service that starts gives up then."""
     watch_interval_s: Pace = 0.25
     """The client library's tasks are looked at so often. While one has ended the process receives nothing, so for about
     this long, which is well below the silence that anybody is declared dead for."""
@@ -118,17 +118,17 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tick_s: Pace = 0.05
     """How exactly the waits of requests under way are kept."""
     partitioned_wait_ms: WaitMs = 15_000
-    """What waits for a placement waits so much longer where nobody at all is heard: the broker may only stand still.
+    """What waits for a placement waits so much longer where nothing is received: the broker may only stand still.
     One that does so for longer is taken for gone by its clients as well (three pings, `BusTimes.ping_interval_s`)."""
     pause_min_ms: PaceMs = 100
     pause_max_ms: PaceMs = 1_000
-    """The time between two questions for a placement of what is under way, whatever the refusal says."""
+    """The time between two questions for a placement of what is under way, whatever the refusal asks for."""
     load_kept_ms: WaitMs = 10_000
     """A worker's load is forgotten after so long without another."""
     ended_kept_ms: PaceMs = 300_000
     """Requests that have ended can be asked for so long."""
     seek_timeout_s: Wait = 0.25
-    """How long the other gateways have to say that they know a request."""
+    """How long the other gateways have to answer that they know a request."""
     gap_ms: PaceMs = 150
     """A missing token is asked for after this: two messages of different workers may well overtake each other."""
 
@@ -150,8 +150,8 @@ class DirectoryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A worker has this long to answer with one page of its inventory. One that does not is asked again when it speaks
     next."""
     forget_after_ms: WaitMs = 15_000
-    """A holder that has said nothing for so long is forgotten, as whoever would say that it has left may have ended
-    too. Workers say their load at least every 0.6 s; one that speaks again has its inventory read."""
+    """A holder that has sent nothing for so long is forgotten, as whoever would publish that it has left may have ended
+    too. Workers publish their load at least every 0.6 s; one that speaks again has its inventory read."""
     tick_s: Pace = 5.0
     """The directory looks for holders that are silent so often: often enough beside `forget_after_ms`."""
 
@@ -175,9 +175,9 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A read that takes longer than this and its bytes at `READ_BYTES_PER_S_MIN` is given up: computing would be
     quicker."""
     coming_again_s: Pace = 0.05
-    """The pause before a holder that is still computing is asked again; it has waited itself before it said so."""
+    """The pause before a holder that is still computing is asked again; it has waited itself before it answered so."""
     fleet_answer_s: Wait = 1.0
-    """How long a reader waits for the scheduler's word of who there is, where it has not heard a holder join."""
+    """How long a reader waits for the scheduler's word of who there is, where it has not seen a holder join."""
     fleet_ask_interval_ms: PaceMs = 200
     """The least time between two such questions: whoever names strangers must not have the scheduler asked all the
     time."""
@@ -186,7 +186,7 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     read_within_ms: WaitMs = 10_000
     """How long an offer of blocks stands: the source gives the blocks up when it needs the room."""
     load_min_gap_s: Pace = 0.2
-    """A change is told at once, unless another one was told less than this ago: at most five loads a second."""
+    """A change is published at once, unless another one was less than this ago: at most five loads a second."""
     round_interval_s: Pace = 1.0
     """Between two rounds of asking the gateways which attempts they still want."""
     suspicious_interval_s: Pace = 0.5
@@ -217,8 +217,8 @@ class PrefillTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a prefill worker waits for in a hand-over."""
 
     unknown_after_ms: WaitMs = 1_500
-    """How long a decode worker may say that it has room for a hand-over that nobody has asked for here. The two
-    requests are sent at once: what was not heard by then was taken by a predecessor of this process, or is lost."""
+    """How long a decode worker may report that it has room for a hand-over that nobody has asked for here. The two
+    requests are sent at once: what was not received by then was taken by a predecessor of this process, or is lost."""
     offer_again_ms: PaceMs = 250
     """The least time between two offers of one lease."""
     landed_grace_ms: WaitMs = 2_000
@@ -233,7 +233,7 @@ class DecodeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What a decode worker waits for in a hand-over."""
 
     reserved_again_ms: PaceMs = 500
-    """How often the source is told again that there is room, until its offer comes: either message may be lost."""
+    """How often the source is notified again that there is room, until its offer comes: either message may be lost."""
     duplicate_lands_within_ms: WaitMs = 60_000
     """How long a reservation waits for the blocks that come for another one: as long as a long prompt may take in line
     and in computation. What is sent again costs bytes, no more."""
@@ -260,7 +260,7 @@ class TelemetryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     close_s: Wait = 3.0
     """How long the last spans may take to leave: a back end that is away must not keep a service from its end."""
     sample_interval_s: Pace = 0.5
-    """Between two looks at what metrics say of the present: blocks, queues, ages."""
+    """Between two looks at what metrics show of the present: blocks, queues, ages."""
     clock_interval_s: Pace = 10.0
     """Between two questions for the scheduler's time."""
     clock_soon_s: Pace = 0.25

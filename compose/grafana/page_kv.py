@@ -3,7 +3,7 @@
 from panels import Panel, Query, Steps, bars, lines, mean, page, quantile, quantiles, rate
 
 BLOCKS = 'max by (worker, state) (kvmesh_kv_blocks{state!="orphaned"})'
-"""A gateway tells the workers' blocks too, as it heard of them last."""
+"""A gateway reports the workers' blocks too, as it last received them."""
 
 IN_USE = 'state=~"running|leased"'
 HOLDS: list[Panel] = [

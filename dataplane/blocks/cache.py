@@ -119,7 +119,7 @@ class BlockCache:
         return self._num_matching(hashes, tenant)
 
     def holds(self, block_hash: BlockHash, tenant: str = "") -> bool:
-        """Say whether a block of this tenant with this content is here."""
+        """Return whether a block of this tenant with this content is here."""
         return Content(tenant, block_hash) in self._groups[0].block_of
 
     def admit_spare(self, num_blocks: int, tenant: str = "", *, evicts: bool = False) -> BlockTables | None:

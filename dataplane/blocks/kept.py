@@ -41,8 +41,8 @@ class ChangeLog:
 
 
 class Content(NamedTuple):
-    """What a block is known by. The hash is keyed by the tenant already; but a hash may be told, and who tells another
-    tenant's must not get its block."""
+    """What a block is known by. The hash is keyed by the tenant already; but a hash may be passed on, and who names
+    another tenant's must not get its block."""
 
     tenant: str
     block_hash: BlockHash
@@ -121,7 +121,7 @@ class KeptBlocks:
         self.changes.note(block_hash, came=True)
 
     def is_barred(self, block: int) -> bool:
-        """Say whether a block in use was forgotten: what lies in it is not to be kept."""
+        """Return whether a block in use was forgotten: what lies in it is not to be kept."""
         return block in self._barred
 
     def forget(self, tenant: str | None = None) -> None:

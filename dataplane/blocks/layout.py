@@ -105,7 +105,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_windowed(self) -> bool:
-        """Say whether any layer forgets."""
+        """Return whether any layer forgets."""
         return any(self.windows)
 
     @cached_property

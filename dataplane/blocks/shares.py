@@ -32,7 +32,7 @@ class TenantShares:
         return reversed(self._idle)
 
     def __contains__(self, block: int) -> bool:
-        """Say whether a block is idle."""
+        """Return whether a block is idle."""
         return block in self._idle
 
     def tenant_of(self, block: int) -> str:

@@ -82,7 +82,7 @@ class TicketSecrets:
         return _mac(self._secrets[0], message)
 
     def proves(self, message: bytes, mac: bytes) -> bool:
-        """Say whether somebody who has one of these secrets made this `mac` of a message."""
+        """Return whether somebody who has one of these secrets made this `mac` of a message."""
         return any(hmac.compare_digest(mac, _mac(secret, message)) for secret in self._secrets)
 
 
@@ -104,7 +104,7 @@ class Signed:
         return ticket
 
     def key_of(self, opening: bytes) -> hmac.HMAC:
-        """Return the MAC of this ticket and of what was said first: the key of a stream, once the answer is added."""
+        """Return the MAC of this ticket and of what was sent first: the key of a stream, once the answer is added."""
         signed = b"\0".join((b"kvmesh key 1", self.token.encode("ascii"), hashlib.sha256(opening).digest()))
         return hmac.new(self.secret, signed, hashlib.sha256)
 

@@ -1,7 +1,7 @@
 """An arena in a card's memory, behind the plane: `cuda` between cards that see each other's memory, `nccl` between any
 two, `tcp` by way of host memory.
 
-The engine runs ahead of its card: that it has come past a layer does not say that the layer is computed. It records a
+The engine runs ahead of its card: that it has come past a layer does not mean that the layer is computed. It records a
 mark behind each (an event), and whoever lends the layer waits for the mark before it announces a frame.
 """
 
@@ -79,8 +79,8 @@ class CardArena:
             return self._num_marks
 
     def wait_written(self, mark: int, has_ended: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a mark; say whether it is reached. A stream is in order: a later mark covers an earlier one. Raises
-        CardError."""
+        """Wait for a mark; return whether it is reached. A stream is in order: a later mark covers an earlier one.
+        Raises CardError."""
         with self._lock:
             is_reached = self._marks.get(max(mark, self._num_marks - limits.MAX_MARKS + 1))
         return is_reached is None or wait_until(is_reached, has_ended, timeout_s)
@@ -92,7 +92,7 @@ class CardArena:
         return (CUDA, tcp.NAME) if self.pairs.refusal() else self.carriers
 
     def describe(self, endpoint: Endpoint) -> Endpoint:
-        """Say which card it is."""
+        """Return the endpoint with this card's uuid."""
         return replace(endpoint, card=self.card.uuid)
 
     def holder_end(
@@ -121,7 +121,7 @@ class CardArena:
     # As a reader.
 
     def leads_from(self, carrier: str, endpoint: Endpoint) -> str | None:
-        """Say why a carrier leads here, if it does."""
+        """Return why a carrier leads here, if it does."""
         match carrier:
             case "cuda" if endpoint.card and self.card.can_map(endpoint.card):
                 cards = "one card" if endpoint.card == self.card.uuid else "cards that see each other's memory"

@@ -67,7 +67,7 @@ def rows_of(runs: SequenceRuns, frame: Frame) -> Rows:
 
 
 def unsuited(layout: KVLayout) -> str | None:
-    """Say why KV of this layout cannot live on a card, or None: it can."""
+    """Return why KV of this layout cannot live on a card, or None: it can."""
     head_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
     if head_bytes % WORD_BYTES:
         return f"a head of {layout.head_dim} {layout.dtype} has {head_bytes} bytes, not a multiple of {WORD_BYTES}"
@@ -117,7 +117,7 @@ class CardStream(Protocol):
         ...
 
     def is_done(self) -> bool:
-        """Say whether all that was put on it is done."""
+        """Return whether all that was put on it is done."""
         ...
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Card(Protocol):
     # Between processes of one host.
 
     def can_map(self, uuid: str) -> bool:
-        """Say whether this card reads the memory of the card of this name: itself, or a peer that is seen here."""
+        """Return whether this card reads the memory of the card of this name: itself, or a peer that is seen here."""
         ...
 
     def export(self, memory: CardMemory) -> bytes:
@@ -186,7 +186,7 @@ class Card(Protocol):
     # Between cards.
 
     def no_communicators(self) -> str | None:
-        """Say why none can be made here, if so."""
+        """Return why none can be made here, if so."""
         ...
 
     def new_id(self) -> bytes:
@@ -203,7 +203,7 @@ class Card(Protocol):
 
 
 def wait_until(is_done: Callable[[], bool], has_ended: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait for a card, other threads running; say whether it is done. Returns early when `has_ended`."""
+    """Wait for a card, other threads running; return whether it is done. Returns early when `has_ended`."""
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while not is_done():
         if time.monotonic() >= deadline or has_ended():

@@ -286,6 +286,6 @@ def _words(memory: CardMemory) -> Any:
 
 def _uuid(runtime: Any, index: int) -> str:
     """Return what every process of the host calls a card: CuPy cuts the driver's name at its first zero byte, so the
-    place on the bus is said too."""
+    place on the bus is given too."""
     uuid: bytes = runtime.getDeviceProperties(index)["uuid"]
     return f"GPU-{bytes(uuid).hex()}-{runtime.deviceGetPCIBusId(index)}"

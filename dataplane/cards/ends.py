@@ -2,7 +2,7 @@
 from card to card, and over `tcp` frames stop in host memory (`Staged…`).
 
 A holder waits until its engine's card has written a frame before it is announced (`KVArena.wait_written`), and every
-end waits for its own card before it says that it is done with a frame: nothing is under way between two frames.
+end waits for its own card before it reports that it is done with a frame: nothing is under way between two frames.
 """
 
 import time
@@ -46,7 +46,7 @@ class CardLane:
         if not wait_until(self.stream.is_done, lambda: wire.has_ended, timeout_s):
             if not wire.has_ended:
                 raise WireTimeoutError("the card has not moved a frame in time")
-            # A holder that has said its last word has sent this frame before: it counts, and so does that word.
+            # A holder that has sent its last message has sent this frame before: it counts, and so does that message.
             if not (self._writes and wait_until(self.stream.is_done, lambda: wire.is_cut, limits.LAST_FRAME_S)):
                 raise WireClosedError("the peer has gone")
         # The stream is done: count the time, and read the digest, which may only be read from here on.
@@ -176,7 +176,7 @@ class NcclHolder(_NcclEnd):
 
     def send_frame(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> int:
         """Send `head` and the frame. Raises WireClosedError, WireTimeoutError, CardError."""
-        wire.send([head], timeout_s)  # the reader joins once it has heard that this end has accepted
+        wire.send([head], timeout_s)  # the reader joins once it knows that this end has accepted
         communicator = self._pair.communicator()
 
         def work(stream: CardStream, buffer: CardMemory, rows: Rows) -> None:

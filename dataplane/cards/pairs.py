@@ -1,6 +1,6 @@
 """Communicators between two cards: one for each reader and holder, used by one read at a time.
 
-The reader makes the id and says it in its Open; both join once the holder has accepted, which of the two ranks waits
+The reader makes the id and sends it in its Open; both join once the holder has accepted, which of the two ranks waits
 for the other. After a read that has not ended well the ends may not agree on what has crossed: its reader aborts the
 communicator and names another id the next time, whatever the holder still does over the one before. By NCCL's documents
 and its makers' answers joining waits for the peer without any limit, and so may an abort: both run on threads that
@@ -72,7 +72,7 @@ class Pair:
         return self._buffer
 
     def close(self) -> None:
-        """Abort it; who is still in it hears that it has failed."""
+        """Abort it; who is still in it sees that it has failed."""
         self.is_broken = True
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
@@ -104,14 +104,14 @@ class Pairs:
         self._lost: list[Pair] = []
 
     def refusal(self) -> str | None:
-        """Say why no communicator can be made, if so."""
+        """Return why no communicator can be made, if so."""
         self._lost = [pair for pair in self._lost if pair.is_joining]
         if len(self._lost) >= limits.MAX_LOST_CALLS:
             return f"{len(self._lost)} calls of NCCL do not come back"
         return self._card.no_communicators()
 
     def is_busy(self, peer: str) -> bool:
-        """Say whether a read is under way over the pair with this peer."""
+        """Return whether a read is under way over the pair with this peer."""
         with self._lock:
             pair = self._pairs.get(peer)
             return pair is not None and pair.busy.locked()

@@ -1,6 +1,6 @@
 """How bytes cross between arenas in host memory: shared memory, TCP, and inside one process.
 
-A carrier is three functions: `describe` says at the holder what a reader must know of its memory, `send_frame` sends a
+A carrier is three functions: `describe` gives at the holder what a reader must know of its memory, `send_frame` sends a
 frame, `take_frame` takes it in (`carrier.py`). Planning frames, checking and committing them, leases and failures are
 not a carrier's. To add one:
 

@@ -38,7 +38,7 @@ class HolderEnd(Protocol):
     """A carrier's end at the holder, for one stream and one thread. `names`: what its reader needs to find the holder's
     memory (`Accepted`).
 
-    `needs_ack`: the reader copies from the holder's memory, and a frame has left it once the reader says so.
+    `needs_ack`: the reader copies from the holder's memory, and a frame has left it once the reader acknowledges it.
     """
 
     @property
@@ -100,12 +100,12 @@ class KVArena(Protocol):
         ...
 
     def describe(self, endpoint: Endpoint) -> Endpoint:
-        """Return the endpoint with what is to be said of this memory."""
+        """Return the endpoint with what is to be announced of this memory."""
         ...
 
     def wait_written(self, mark: int, has_ended: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until what was put in line before an engine's `mark` is written; say whether it is. Returns early when
-        `has_ended`. Raises MemoryFailedError."""
+        """Wait until what was put in line before an engine's `mark` is written; return whether it is. Returns early
+        when `has_ended`. Raises MemoryFailedError."""
         ...
 
     def holder_end(
@@ -117,11 +117,11 @@ class KVArena(Protocol):
     # As a reader.
 
     def leads_from(self, carrier: str, endpoint: Endpoint) -> str | None:
-        """Say, for people, why this carrier leads here from that holder; None: it does not."""
+        """Return, for people, why this carrier leads here from that holder; None: it does not."""
         ...
 
     def opening(self, carrier: str, endpoint: Endpoint, deadline: float) -> AbstractContextManager[Names | None]:
-        """Return what an Open over this carrier tells the holder, for as long as the read takes. Raises
+        """Return what an Open over this carrier sends to the holder, for as long as the read takes. Raises
         CarrierBrokenError, WireTimeoutError."""
         ...
 

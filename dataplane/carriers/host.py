@@ -40,11 +40,11 @@ class HostArena(Arena):
         return (shm.NAME, tcp.NAME) if wanted == AUTO else (wanted,)
 
     def describe(self, endpoint: Endpoint) -> Endpoint:
-        """There is nothing more to say."""
+        """There is nothing more to announce."""
         return endpoint
 
     def wait_written(self, mark: int, has_ended: Callable[[], bool], timeout_s: float) -> bool:
-        """What an engine has told of is in host memory."""
+        """What an engine has announced is in host memory."""
         return True
 
     def holder_end(
@@ -61,7 +61,7 @@ class HostArena(Arena):
                 raise CarrierBrokenError(other, "this holder's arena is in host memory")
 
     def leads_from(self, carrier: str, endpoint: Endpoint) -> str | None:
-        """Say why a carrier leads here, if it does."""
+        """Return why a carrier leads here, if it does."""
         detour = ", the holder's card staged through host memory" if endpoint.card else ""
         match carrier:
             case loopback.NAME:
@@ -139,7 +139,7 @@ class AttachedArenas:
                 self._arenas.pop(gone).close()
 
     def can_attach(self, endpoint: Endpoint) -> bool:
-        """Say whether the endpoint's arena is on this host."""
+        """Return whether the endpoint's arena is on this host."""
         with contextlib.suppress(ArenaMissingError):
             self.attach(endpoint)
             return True

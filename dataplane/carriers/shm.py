@@ -77,7 +77,7 @@ def holder_memory(array: ByteArray, accepted: Accepted, shape: ArenaShape, exten
 
 
 def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent, arena_bytes: int) -> SequenceRuns:
-    """Return where the sequence lies in the holder's arena, which has `arena_bytes`, as the holder has said it.
+    """Return where the sequence lies in the holder's arena, which has `arena_bytes`, as the holder has sent it.
     `shape`: the reader's. Raises ProtocolError."""
     layout = shape.layout
     if len(accepted.num_blocks) != len(layout.groups):

@@ -2,8 +2,8 @@
 
 A frame is verified in three steps, all of them on this read's thread: before a byte is written `Landing.expect` checks
 its header against what was asked for; the carrier's `take_frame` puts it in place and returns the digest of what
-arrived; and `Landing.commit` checks that the holder's Commit proves this header and this digest. It says too that the
-lease still held after the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in
+arrived; and `Landing.commit` checks that the holder's Commit proves this header and this digest. It confirms too that
+the lease still held after the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in
 `protocol/stream.py`).
 """
 
@@ -66,7 +66,7 @@ class ReadRequest:
 
     `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `wire_dtype`: how the bytes
     cross over tcp. `content`: of lent blocks, what each must be. `stats` are filled as the read goes on, however it
-    ends; their `traceparent` is told to the holder.
+    ends; their `traceparent` is sent to the holder.
     """
 
     endpoint: Endpoint
@@ -115,7 +115,7 @@ class Read:
 
     def open(self, wire: Wire, carrier: str, names: Names | None, fingerprint: str) -> tuple[Accepted, FrameHash]:
         """Ask, and return the holder's answer, and with what its frames are digested. Raises TransferFailedError when
-        it says no, or is not who has granted the lease."""
+        it refuses, or is not who has granted the lease."""
         request = self.request
         if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
             self.extent = self.extent.over_wire(request.wire_dtype)
@@ -133,7 +133,7 @@ class Read:
             traceparent=self.stats.traceparent,
         )
         opening_frame = encode_frame(Kind.OPEN, opening)
-        with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
+        with contextlib.suppress(WireClosedError):  # a holder that is busy refuses and closes, without reading
             wire.send([opening_frame], self.deadline - time.monotonic())
         key = self._key_of(opening_frame[HEADER_BYTES:])  # while the holder looks for it
         # No answer at all may mean that a reused connection was closed just before: the caller then takes another one.
@@ -194,7 +194,7 @@ class Read:
                 return self._finish(landing, header, bytes(wire.receive(header.length, self.deadline)))
 
     def _acknowledge(self, wire: Wire, num_acked: int) -> int:
-        """Tell the holder which frames are not needed any more, if it is time to; return how many it has been told.
+        """Acknowledge the frames that are not needed any more, if it is time to; return how many are acknowledged.
 
         A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
         """
@@ -231,7 +231,7 @@ class Read:
         return Landed(self.request.num_tokens, body, self.stats)
 
     def _believed(self, num_landed_tokens: int) -> int:
-        """Return how many of the tokens that have landed are what they are said to be; of lent blocks whole ones."""
+        """Return how many of the tokens that have landed are what they are claimed to be; of lent blocks whole ones."""
         content, first_token = self.request.content, self.request.first_token
         if content is None or not self._content_macs:
             return num_landed_tokens

@@ -38,7 +38,7 @@ class PlaneReader:
     """Reads KV into an arena of this shape. Any number of reads may run at once, each into blocks of its own.
 
     `is_stuck`: what a read had begun did not come to an end, and may still write to its blocks. Nobody may use them,
-    and nothing but the end of this process helps. `secrets`: the holders', by which a holder proves what it says.
+    and nothing but the end of this process helps. `secrets`: the holders', by which a holder proves what it sends.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ DIGESTS: dict[str, DigestKind] = {tcp.NAME: "gmac", "cuda": "sum64", "nccl": "su
 
 
 class JunkError(Exception):
-    """What came is no Open of ours: a stranger, a scanner, or a peer that never says what it wants."""
+    """What came is no Open of ours: a stranger, a scanner, or a peer that never asks for anything."""
 
 
 class _RefusedError(Exception):
@@ -64,7 +64,7 @@ _REFUSALS = get_args(_Refusal)
 
 
 class _EndedError(Exception):
-    """The stream cannot go on. `reader_waits`: the reader is still there to hear it."""
+    """The stream cannot go on. `reader_waits`: the reader is still there to receive the reason."""
 
     def __init__(self, reason: str, *, reader_waits: bool, code: FailCode = FailCode.HOLDER) -> None:
         super().__init__(reason)
@@ -96,7 +96,7 @@ class HolderStream:
         self._wire = wire
         self._peer = peer
         self.is_opened = False
-        """A stream is under way: a valid ticket was shown. Else its reader wants nothing, or has not said what."""
+        """A stream is under way: a valid ticket was shown. Else its reader wants nothing, or has not asked yet."""
         self.refused: RefusalCode | None = None
 
     def run(self) -> None:
@@ -116,7 +116,7 @@ class HolderStream:
             self._refuse(refusal)
 
     def _receive_open(self, timeout_s: float) -> tuple[Open, bytes]:
-        """Return what is said first, and how it was spelled. Raises JunkError, WireClosedError, WireTimeoutError."""
+        """Return the Open that is sent first, and its bytes. Raises JunkError, WireClosedError, WireTimeoutError."""
         try:
             header = self._wire.receive_header(time.monotonic() + timeout_s, Kind.OPEN)
             deadline = time.monotonic() + self._context.open_timeout_s
@@ -126,7 +126,7 @@ class HolderStream:
             raise JunkError(str(error)) from error
 
     def _serve(self, wanted: Open, opening: bytes) -> bool:
-        """Serve one stream; say whether it ended well, so that another may follow. Raises a refusal."""
+        """Serve one stream; return whether it ended well, so that another may follow. Raises a refusal."""
         service = self._open(wanted, opening)
         error = "the plane failed"
         try:
@@ -139,7 +139,7 @@ class HolderStream:
         return not error
 
     def _refuse(self, refusal: _Refusal) -> None:
-        """Tell the reader, and note what is to be counted."""
+        """Send the reader its refusal, and note what is to be counted."""
         self.refused = _code_of(refusal)
         refused = StreamRefused(code=self.refused, detail=refusal.reason)
         with contextlib.suppress(WireClosedError, WireTimeoutError):
@@ -219,7 +219,7 @@ def _code_of(refusal: _Refusal) -> RefusalCode:
 
 
 class _Proof(NamedTuple):
-    """What proves a stream to its reader, and what it is told of it."""
+    """What proves a stream to its reader, and what the reader is sent of it."""
 
     seal: Seal
     nonce: str
@@ -268,7 +268,7 @@ class _Service:
         return self._num_acked if self._end.needs_ack else self.stats.num_frames
 
     def serve_frames(self) -> str:
-        """Serve; return "" or why it ended early. The reader has been told where it could be."""
+        """Serve; return "" or why it ended early. The reader has been notified where it could be."""
         waker = self._wire.waker()
         self._kv.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
         try:
@@ -355,7 +355,7 @@ class _Service:
         self._uncommitted.append((data.sequence, encode_header(commit)))
 
     def _wait_written(self, mark: int) -> None:
-        """Wait until the card has written what the engine has told of."""
+        """Wait until the card has written what the engine has announced."""
         self._flush()
         started = time.perf_counter_ns()
         is_written = self._context.arena.wait_written(mark, lambda: self._wire.has_ended, self._context.idle_timeout_s)

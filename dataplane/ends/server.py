@@ -43,8 +43,8 @@ _WRONG = frozenset(
 
 @dataclass(slots=True, frozen=True)
 class ServerOptions:
-    """`carriers`: what is offered, of those of the arena. `advertise_host`: what readers are told to connect
-    to, `host` unless given."""
+    """`carriers`: what is offered, of those of the arena. `advertise_host`: what is announced for readers
+    to connect to, `host` unless given."""
 
     carriers: tuple[str, ...] = (shm.NAME, tcp.NAME)
     host: str = "127.0.0.1"
@@ -201,7 +201,7 @@ class PlaneServer:
                 self._log_peer(peer, f"cannot serve: {type(error).__name__}: {error}")
 
     def _admit(self, wire: Wire, peer: str) -> bool:
-        """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""
+        """Start a thread that serves `wire`, or refuse it. Returns whether the wire was taken at all."""
         live = _Live(wire, peer, HolderStream(self._context, wire, peer))
         with self._lock:
             # `close` sets the flag and copies the list under this lock: no stream starts that `close` does not see.
@@ -212,7 +212,7 @@ class PlaneServer:
             places = [live for live in self._streams if not live.has_made_room]
             full = len(places) >= self.options.max_streams
             if full and (silent := next((live for live in places if not live.stream.is_opened), None)) is not None:
-                silent.wire.cut()  # one that wants nothing, or has not said what, makes room
+                silent.wire.cut()  # one that wants nothing, or has not asked yet, makes room
                 silent.has_made_room = True
                 full = False
             if not full:

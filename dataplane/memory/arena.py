@@ -1,7 +1,7 @@
 """The memory that holds a worker's KV: a file in /dev/shm that readers on the same host may map too.
 
-A header page comes first. It holds a nonce, by which a reader knows that it opened the arena that it was told of.
-The owner's lock on the file tells whoever cleans up that the owner is alive, whatever its process id is to them.
+A header page comes first. It holds a nonce, by which a reader knows that it opened the arena that was named to it.
+The owner's lock on the file shows whoever cleans up that the owner is alive, whatever its process id is to them.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""What proves that a block is what it is said to be, by whoever it is handed on.
+"""What proves that a block is what it is claimed to be, by whoever it is handed on.
 
 A block's tag is made by the first host that has the block's bytes in its memory: who computed them, or who read them
 from a card, or compressed. It is kept with the block, and checked by each reader before it believes what it has read.
@@ -56,7 +56,7 @@ class BlockContents:
         return self.secrets.mac(self._signed(content, block))
 
     def is_right(self, content: Content, block: int, tag: bytes) -> bool:
-        """Say whether somebody who has a content secret has said that these bytes are this content's."""
+        """Return whether somebody who has a content secret has signed these bytes as this content's."""
         return self.secrets.proves(self._signed(content, block), tag)
 
     def _signed(self, content: Content, block: int) -> bytes:
@@ -80,7 +80,7 @@ class ExpectedContent:
         self._contents = contents
 
     def num_right(self, joined_tags: bytes, num_landed_blocks: int) -> int:
-        """Return how many of the blocks that have landed, from the first on, are what they are said to be."""
+        """Return how many of the blocks that have landed, from the first on, are what they are claimed to be."""
         tags = [joined_tags[at : at + TAG_BYTES] for at in range(0, len(joined_tags), TAG_BYTES)]
         self.tags = []
         for content, block, tag in zip(self.content[:num_landed_blocks], self.blocks, tags, strict=False):

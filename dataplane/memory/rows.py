@@ -38,7 +38,7 @@ class SequenceRuns:
         """By cache group, those of the last frame: the next layers have the same."""
 
     def covers(self, extent: Extent, end_token: int) -> bool:
-        """Say whether the tables have all of the extent, written up to `end_token`: a ring has only its last round."""
+        """Return whether the tables have all the extent, written up to `end_token`: a ring has only its last round."""
         size = self.shape.layout.block_size
         for group, table, start in zip(self.shape.layout.groups, self._tables, extent.group_starts, strict=True):
             if start >= extent.num_tokens:

@@ -1,1 +1,1 @@
-"""What is said of KV that moves: the one stream protocol, and what it is spoken over."""
+"""What is sent to move KV: the one stream protocol, and what it is spoken over."""

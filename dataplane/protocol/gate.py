@@ -39,8 +39,8 @@ class LeasedKV(Protocol):
 
 
 class OpenLease(Protocol):
-    """A lease as one stream reads under it. `traceparent`: what this end of the transfer is called in its trace; the
-    reader is told. Every method may be called on any thread, also once the lease has ended."""
+    """A lease as one stream reads under it. `traceparent`: what this end of the transfer is called in its trace; it is
+    sent to the reader. Every method may be called on any thread, also once the lease has ended."""
 
     @property
     def kv(self) -> LeasedKV: ...
@@ -57,7 +57,7 @@ class OpenLease(Protocol):
         ...
 
     def still_valid(self) -> bool:
-        """Say whether the leased blocks are still what they were when the lease was opened."""
+        """Return whether the leased blocks are still what they were when the lease was opened."""
         ...
 
     def started(self) -> None:

@@ -1,5 +1,5 @@
-"""Why a holder refuses a stream, or ends it early, as it says on the wire. To the reader each is one of the ends that
-its read can come to (`schemas.kv.ReadEnd`), by the same value."""
+"""Why a holder refuses a stream, or ends it early, as it is sent on the wire. To the reader each is one of the ends
+that its read can come to (`schemas.kv.ReadEnd`), by the same value."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""The one stream protocol of every carrier, without I/O: what is said, its limits, what comes next, what to believe.
+"""The one stream protocol of every carrier, without I/O: what is sent, its limits, what comes next, what to believe.
 
     reader → Open                     the ticket, the layout's fingerprint, which tokens are wanted
     holder → Accepted | Refused
@@ -7,7 +7,7 @@
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
 
-A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and its tag proves
+A Commit confirms that the lease was still good *after* a frame's bytes had left the holder's memory, and its tag proves
 what they were there. A frame is believed once its Commit is in and its digest is right; nothing waits for a round trip
 but the last frame. Every frame starts with one header of fixed size, which ends in its CRC-32: nobody waits for the
 bytes of a length that was damaged on its way. All numbers are little-endian; every size has a limit.
@@ -48,7 +48,7 @@ TAG_BYTES = 16
 _NONCE_BYTES = 16
 
 Names = dict[str, object]
-"""What one end of a carrier tells the other, which alone understands it: how its memory is reached."""
+"""What one end of a carrier sends the other, which alone understands it: how its memory is reached."""
 
 
 class Kind(enum.IntEnum):
@@ -104,7 +104,7 @@ class Header(NamedTuple):
 
 
 class Seal:
-    """What one stream's holder proves with, and its reader checks, that nobody else has said it: keyed BLAKE2b
+    """What one stream's holder proves with, and its reader checks, that nobody else has sent it: keyed BLAKE2b
     (RFC 7693), 128 bits. For any thread."""
 
     def __init__(self, key: bytes) -> None:
@@ -131,7 +131,7 @@ class Seal:
 
 
 def is_proved(tag: int, right: int) -> bool:
-    """Say whether the tag that came is the right one; its bytes do not change how long that takes."""
+    """Return whether the tag that came is the right one; its bytes do not change how long that takes."""
     return hmac.compare_digest(tag.to_bytes(TAG_BYTES, "little"), right.to_bytes(TAG_BYTES, "little"))
 
 
@@ -183,7 +183,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
 @decoded_by_threads
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks` and
-    `tables` tell a reader that copies from the holder's arena where the tokens lie in it; to others they are not told.
+    `tables` tell a reader that copies from the holder's arena where the tokens lie in it; to others they are not sent.
     `names`: by which that memory is opened, where its carrier needs any. `content_macs`: of blocks that are lent
     (`memory/content_macs.py`), joined; none where it is not whole blocks that arrive."""
 
@@ -216,8 +216,8 @@ class TransferStats:
 
     `reason`: why this carrier was taken. `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed,
     which is less where it was compressed. `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP
-    this includes waiting for them). `codec_ns`: packing or unpacking. `accepted_ns`: the holder has said yes.
-    `traceparent`: of this end's span, as its owner has named it; `peer_traceparent`: of the other's, as it has said.
+    this includes waiting for them). `codec_ns`: packing or unpacking. `accepted_ns`: the holder has accepted.
+    `traceparent`: of this end's span, as its owner has named it; `peer_traceparent`: of the other's, as it has sent it.
     """
 
     carrier: str = ""
@@ -393,7 +393,7 @@ class Landing:
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
 
     def check_last(self, last: Header, body: bytes) -> None:
-        """Check that End or Fail is what the holder said. Raises TransferFailedError."""
+        """Check that End or Fail is what the holder sent. Raises TransferFailedError."""
         if not is_proved(last.tag, self._seal.of_body(last, body)):
             raise TransferFailedError(ReadEnd.DIGEST, f"{last.kind.name.lower()} is not proved")
 

@@ -71,17 +71,17 @@ class Wire(Protocol):
         ...
 
     def has_unread(self) -> bool:
-        """Say whether `receive_header` would return without waiting."""
+        """Return whether `receive_header` would return without waiting."""
         ...
 
     @property
     def is_silent(self) -> bool:
-        """Nothing has been said that was not taken in: not even the end."""
+        """Nothing has come that was not taken in: not even the end."""
         ...
 
     @property
     def has_ended(self) -> bool:
-        """The peer says nothing more, or this end was cut: even if some of what it sent is still unread."""
+        """The peer sends nothing more, or this end was cut: even if some of what it sent is still unread."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Wire(Protocol):
         ...
 
     def finish_sending(self) -> None:
-        """Say that nothing more comes and give the peer a moment to read it all: closing at once could lose it."""
+        """Signal that nothing more comes and give the peer a moment to read it all: closing at once could lose it."""
         ...
 
     def waker(self) -> Waker:

@@ -9,6 +9,6 @@ RESTART_INTERVAL_S = 0.1
 BURST_SETTLE_S = 0.3
 """Between two looks at the workers' counters, until a burst changes them no more."""
 FIRST_LINE_S = 2.0
-"""Where stderr is no terminal: until a measurement first says how far it is."""
+"""Where stderr is no terminal: until a measurement first reports how far it is."""
 LINE_INTERVAL_S = 10.0
 """And then from one such line to the next."""

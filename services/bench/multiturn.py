@@ -215,7 +215,7 @@ def later_ratios(samples: Sequence[TurnSample]) -> dict[str, float | None]:
 
 
 def restart_report(samples: Sequence[TurnSample], turn: int, num_restarts: dict[str, Counter[str]]) -> RestartReport:
-    """Return what the samples say of a restart before this turn."""
+    """Return what the samples show of a restart before this turn."""
     hit = [sample for sample in samples if sample.restarted]
     compared = [s for s in samples if s.turn == turn and (s.restarted or s.mode == RECOMPUTE)]
     histories = sorted({sample.history for sample in samples})

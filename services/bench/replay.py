@@ -114,7 +114,7 @@ def run_replay(plan: ReplayPlan, options: Launch, *, url: str, as_json: bool) ->
 
 
 def is_within(completion: Completion, slo_ttft_ms: float, slo_itl_ms: float) -> bool:
-    """Say whether a request met the SLO: first token, and mean time between tokens."""
+    """Return whether a request met the SLO: first token, and mean time between tokens."""
     gaps = completion.gaps_ms
     return completion.ttft_ms <= slo_ttft_ms and (not gaps or sum(gaps) / len(gaps) <= slo_itl_ms)
 

@@ -123,7 +123,7 @@ async def alternate(
 
 
 async def _time_one(client: Client, prompt: list[int]) -> Timing:
-    # With its id every token is an event, also one without text: random weights say many of those.
+    # With its id every token is an event, also one without text: random weights give many of those.
     completion = await client.complete(prompt, NUM_TOKENS, return_token_ids=True)
     handed_over_tokens = completion.usage.kvmesh.transferred_tokens
     # A busy mesh may bring several tokens in one event: those came together.

@@ -141,7 +141,7 @@ class Bus(Protocol):
     ) -> Subscription:
         """Listen to requests as a named endpoint of a named service, so that tools can list it.
 
-        Of the members of a queue group (`queue`, or the endpoint's name) one hears each request. `metadata` is listed.
+        Of a queue group's members (`queue`, or the endpoint's name) one receives each request. `metadata` is listed.
         """
         ...
 

@@ -43,4 +43,4 @@ POLL_INTERVAL_S = 0.02
 """So often we look whether the nats-server has written the file that names its port."""
 
 VERSION_TIMEOUT_S = 10.0
-"""A nats-server on the PATH has this long to say its version; one that hangs is not used."""
+"""A nats-server on the PATH has this long to print its version; one that hangs is not used."""

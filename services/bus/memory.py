@@ -82,8 +82,8 @@ class MemoryBroker:
 
 
 class MemoryBus:
-    """See `Bus`. One client of a broker, a new one unless given. Queue groups take turns. The broker says when the
-    connection of one with a `name` ends."""
+    """See `Bus`. One client of a broker, a new one unless given. Queue groups take turns. The broker publishes
+    the end of the connection of one with a `name`."""
 
     def __init__(self, broker: MemoryBroker | None = None, name: str = "") -> None:
         self._broker = broker or MemoryBroker()
@@ -172,7 +172,7 @@ class MemoryBus:
 
 
 def matches(pattern: tuple[str, ...], subject: tuple[str, ...]) -> bool:
-    """Say whether a subject's tokens fit a pattern's (`*` one token, a last `>` one or more)."""
+    """Return whether a subject's tokens fit a pattern's (`*` one token, a last `>` one or more)."""
     for at, token in enumerate(pattern):
         if token == ">":
             return len(subject) > at

@@ -61,7 +61,7 @@ ResultT = TypeVar("ResultT")
 
 
 class SurveyedService(Service):
-    """A service of the Services API. `only_people`: it says what it is only where those await replies who may ask:
+    """A service of the Services API. `only_people`: it answers surveys only where those await replies who may ask:
     whoever answers may publish there what the asker may not."""
 
     def __init__(self, client: Client, config: ServiceConfig, *, only_people: bool) -> None:
@@ -171,7 +171,7 @@ class NatsEndpoint:
 
     async def close(self) -> None:
         """Take no more requests; those that have come are still iterated. The library cannot remove an endpoint, but
-        one that went on listening would swallow requests instead of letting the broker say that nobody serves."""
+        one that went on listening would swallow requests instead of letting the broker answer that nobody serves."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is None:
             return
@@ -237,7 +237,7 @@ class BrokerTransport(TcpTransport):
             self._io_writer._protocol._over_ssl = True  # pyright: ignore
 
     def unread(self) -> bytes:
-        """Return what has come and was not read: a broker that lets go of a connection says why just before, and the
+        """Return what has come and was not read: a broker that lets go of a connection sends why just before, and the
         library gets to see the end of the connection only."""
         return b"" if self._io_reader is None else bytes(self._io_reader._buffer)  # pyright: ignore
 
@@ -249,7 +249,7 @@ class BrokerTransport(TcpTransport):
 
 
 class BrokerSaysError(nats.errors.Error):
-    """What the broker said as it let go of a connection that it had just taken."""
+    """What the broker sent as it let go of a connection that it had just taken."""
 
 
 class BrokerClient(Client):
@@ -258,8 +258,8 @@ class BrokerClient(Client):
     It goes on reading after a PONG that nobody awaits any more: the library hands each PONG to whoever has waited
     longest, and one that was cancelled meanwhile would end its reading task. It connects to the address that it was
     given only, with TLS where that is asked for: the library leaves both to the first line that comes, in clear, from
-    whoever answers. It leaves a connection that is broken at once. It keeps what the broker says of its limits, which
-    the library drops with the connection. And once closed it stays closed: asyncio.wait_for of
+    whoever answers. It leaves a connection that is broken at once. It keeps what the broker announces of its limits,
+    which the library drops with the connection. And once closed it stays closed: asyncio.wait_for of
     Python 3.11 swallows a cancellation that comes together with what it waits for, and the library's reconnection would
     go on for ever, in a client that takes itself for closed.
     """
@@ -301,7 +301,7 @@ class BrokerClient(Client):
         await super()._process_info({**info, "connect_urls": []}, initial_connection)
 
     async def _attempt_reconnect(self) -> None:
-        _abort(self)  # over TLS the library would first wait 30 s for a broker that says nothing to say goodbye
+        _abort(self)  # over TLS the library would first wait 30 s for the goodbye of a broker that sends nothing
         await super()._attempt_reconnect()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
@@ -351,7 +351,7 @@ class NatsBus:
 
     @property
     def last_words(self) -> str:
-        """What the broker said of the last thing that it would not do; empty: nothing."""
+        """What the broker answered to the last thing that it would not do; empty: nothing."""
         return self._client.broker_error
 
     @property
@@ -572,7 +572,7 @@ class NatsBus:
             await asyncio.sleep(self._times.watch_interval_s)
 
     def _take_next_identity(self) -> bool:
-        """Say whether there is one: the broker takes the one before until its end only."""
+        """Return whether there is one: the broker takes the one before until its end only."""
         assert self._identity is not None and self._renew is not None
         self._renew_s = time.monotonic() + limits.RENEW_AGAIN_S
         try:
@@ -638,7 +638,7 @@ class NatsBus:
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
 
     def _say_once(self, text: str) -> None:
-        """Say what comes again with every attempt to connect."""
+        """Log once what comes again with every attempt to connect."""
         if text != self._last_logged:
             self._last_logged = text
             log.warning("%s", text)

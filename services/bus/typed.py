@@ -51,7 +51,7 @@ class TypedBus:
     """Publishes, asks, listens and serves messages. `num_dropped` counts what did not decode or came too quickly.
 
     Handlers of `listen` are plain functions that must not block: one subject's messages are handled in order.
-    `identity` is what a service says of itself to whoever lists services; it may change.
+    `identity` is what a service reports of itself to whoever lists services; it may change.
     """
 
     connection: Bus
@@ -133,7 +133,7 @@ class TypedBus:
         queue: str = "",
     ) -> None:
         """Answer requests: each in a task of its own, its reply is what `handle` returns; None answers nobody. Who is
-        to hear every request, whoever else serves the subject, names a `queue` of its own."""
+        to receive every request, whoever else serves the subject, names a `queue` of its own."""
         endpoint = subject.pattern.rsplit(".", 1)[-1]
         metadata = {
             "carries": subject.carries.__name__,
@@ -224,7 +224,7 @@ class TypedBus:
             log.warning("dropped %d bytes on %s: %s", len(delivery.payload), delivery.subject, error)
             return None
         if disagreement := subject.disagreement(delivery.subject, message):
-            # The broker says who may publish a subject: what is inside must not say otherwise.
+            # The broker decides who may publish a subject: what is inside must not contradict it.
             self.drop("undecodable")
             log.warning("dropped a message on %s: %s", delivery.subject, disagreement)
             return None
@@ -246,7 +246,7 @@ def _payload_of(delivery: Delivery, subject: Subject[Any, Any]) -> bytes:
 
 
 def is_led_elsewhere(subject: Subject[Any, Any], delivery: Delivery) -> bool:
-    """Say whether a reply would not go to somebody who may ask this: whoever answers may publish there what the
+    """Return whether a reply would not go to somebody who may ask this: whoever answers may publish there what the
     requester may not. What is so led is not answered."""
     if not delivery.reply_to or delivery.reply_to.startswith(replies_to(subject)):
         return False

@@ -10,7 +10,7 @@ SILENT_AFTER_S = 3.0
 FORGET_AFTER_S = 30.0
 """And after so long it is not shown any more."""
 OPEN_REQUEST_MAX_S = 3_600.0
-"""A request whose end was not heard is dropped from the count at its deadline, or after this."""
+"""A request whose end was not seen is dropped from the count at its deadline, or after this."""
 MAX_TTFTS = 256
 """The percentiles of the time to first token are those of so many requests."""
 FRAME_INTERVAL_S = 0.5
@@ -24,7 +24,7 @@ TAIL_LINGER_S = 0.5
 """`kvmesh tail` goes on for so long after a request's end: leases are released then."""
 
 MAX_SHOWN_CHARACTERS = 2_000
-"""`kvmesh sub` shows so much of a message, and says how long it is."""
+"""`kvmesh sub` shows so much of a message, and how long it is."""
 
 TRACE_SETTLE_S = 2.0
 """Services export every half second: of a trace whose last span is older than this, all spans are there."""
@@ -33,11 +33,11 @@ TRACE_POLL_INTERVAL_S = 0.1
 MAX_FAULTY_WORKERS = 64
 """The largest mesh of `kvmesh simulate` with faults: each request is checked token for token."""
 MAX_PROBLEMS_SHOWN = 5
-"""Of a simulation, and of those that failed; the number of the others is said."""
+"""Of a simulation, and of those that failed; the number of the others is given."""
 
 PURGE_TIMEOUT_S = 600.0
 """A holder answers within so long what it has forgotten. A store deletes its files first, one for each block: 29,490
-took 26 s on a machine of two busy cores. Of a holder that has gone the broker says so at once."""
+took 26 s on a machine of two busy cores. The broker reports at once that a holder has gone."""
 DRAIN_ANSWER_S = 5.0
 """How long a worker's word is waited for on whether it leaves: it asks the scheduler itself."""
 LEAVE_POLL_S = 0.1

@@ -1,4 +1,4 @@
-"""`kvmesh`: what the process hears is set up before anything is imported that takes time."""
+"""`kvmesh`: the signals that the process handles are set up before anything is imported that takes time."""
 
 import os
 import sys

@@ -26,12 +26,12 @@ _SUBJECT = re.compile(r"[^\s.]+(\.[^\s.]+)*")
 
 
 def subjects_of(pattern: str) -> list[Subject[Any, Any]]:
-    """Return the subjects of the mesh of which a subscription may hear something."""
+    """Return the subjects of the mesh of which a subscription may receive something."""
     return [subject for subject in SUBJECTS if _overlap(pattern, subject.of(*("*" for _ in subject.ids)))]
 
 
 def not_received_by(role: Role, found: list[Subject[Any, Any]]) -> list[Subject[Any, Any]]:
-    """Return those of them that a person of this role does not hear."""
+    """Return those of them that a person of this role does not receive."""
     return [subject for subject in found if not granted(subject, role, Direction.SUBSCRIBE, "*")]
 
 
@@ -83,8 +83,8 @@ async def req(access: BusAccess, subject: str, text: str, timeout_s: float) -> N
 
 
 def text_of(subject: str, payload: bytes) -> tuple[str, str]:
-    """Return what a message is called, and what it says on one line, cut where it is long. Bytes are told by their
-    number."""
+    """Return what a message is called, and its content on one line, cut where it is long. Of bytes the number is
+    shown."""
     found = next(iter(subjects_of(subject)), None)
     name, text = "", payload.decode(errors="replace")
     if found is not None:
@@ -139,7 +139,7 @@ def _fields(message: Message) -> str:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Say whether two patterns may match the same subject."""
+    """Return whether two patterns may match the same subject."""
     for left, right in zip_longest(one.split("."), other.split(".")):
         if ">" in (left, right):
             return left is not None and right is not None

@@ -32,8 +32,8 @@ class Purge(NamedTuple):
 
 
 def run_purge(options: BusOptions, purge: Purge) -> None:
-    """Ask the holders, and print what each has forgotten. Raises UserError where what to forget is not said, or not all
-    of it is forgotten."""
+    """Ask the holders, and print what each has forgotten. Raises UserError where what to forget is not named, or not
+    all of it is forgotten."""
     if sum((purge.stores, bool(purge.holder), purge.tenant is not None, purge.everything)) != 1:
         raise UserError("say what to forget: --store, --holder ID, --tenant NAME or --all, one of them")
     access = access_of(options)

@@ -41,7 +41,7 @@ class RecordedRequest:
 
 
 def has_failed(root: SpanRecord) -> bool:
-    """Say whether a request has got an error for an answer. Its span is none where the client was wrong."""
+    """Return whether a request has got an error for an answer. Its span is none where the client was wrong."""
     status = root.attributes.get(Key.HTTP_STATUS, 0)
     return bool(root.error) or (isinstance(status, int) and status >= 400)
 
@@ -122,7 +122,7 @@ def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanReco
 
 
 def is_root(span: SpanRecord) -> bool:
-    """Say whether this is a gateway's span of a request. Where the client sent a traceparent its parent is the
+    """Return whether this is a gateway's span of a request. Where the client sent a traceparent its parent is the
     client's span, which is not recorded here."""
     return span.name.startswith(_ROOT_PREFIX)
 

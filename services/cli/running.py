@@ -42,7 +42,7 @@ def mesh_of(state: Path) -> RunningMesh | None:
 
 def find_mesh() -> RunningMesh | None:
     """Return the mesh of this state folder, or else the only one that this user runs from another folder; None where
-    there is none. A KVMESH_STATE_DIR that is set says which one is meant. Raises UserError where several could be."""
+    there is none. A KVMESH_STATE_DIR that is set names the one meant. Raises UserError where several could be."""
     here = mesh_of(state_dir())
     if here is not None or is_state_dir_named():
         return here
@@ -57,7 +57,7 @@ def find_mesh() -> RunningMesh | None:
 
 
 class BusOptions(NamedTuple):
-    """What the command line says of how to get to the bus; empty: as in the mesh that runs."""
+    """How to get to the bus, as the command line has it; empty: as in the mesh that runs."""
 
     nats: str = ""
     creds: str = ""

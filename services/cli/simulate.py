@@ -59,7 +59,7 @@ def simulate(
         sizes = SIZES if sweep else parse_lengths(workers, "--workers", MAX_WORKERS)
         run_scale(sizes, seed, requests or 0, charge=charge, plot=plot, as_json=as_json)
         return
-    # Else simulate faults. Defaults are filled in only here: above, None says that an option was not given.
+    # Else simulate faults. Defaults are filled in only here: above, None means that an option was not given.
     _refuse("a simulation of faults measures nothing", {"--plot": plot, "--charge": charge or None})
     num_workers = _num_workers(workers)
     faults, requests = faults or "all", requests or 240

@@ -153,7 +153,7 @@ async def _where(bus: TypedBus, request_id: str) -> RequestDescribed:
 
 
 def _is_part(request_id: str, wanted: str) -> bool:
-    """Say whether a request is the wanted one, or one of its choices (`services.gateway.api.prepare`)."""
+    """Return whether a request is the wanted one, or one of its choices (`services.gateway.api.prepare`)."""
     return request_id == wanted or request_id.startswith(f"{wanted}_c")
 
 

@@ -172,7 +172,7 @@ def _load_settled(folder: Path, request_id: str | None, settle_s: float) -> tupl
 
 
 def _is_fresh(spans: list[SpanRecord], settle_s: float) -> bool:
-    """Say whether more spans may be on their way."""
+    """Return whether more spans may be on their way."""
     return not spans or time.time_ns() - max(span.end_ns for span in spans) < settle_s * 1e9
 
 
@@ -231,7 +231,7 @@ def _label(row: _Row) -> str:
 def _notes(row: _Row, known: Mapping[str, SpanRecord]) -> Text:
     """Return the text at the end of a row: selected attributes, links, outcome or error."""
     span = row.span
-    # Where the phases of a transfer are spans of their own, its row need not tell them.
+    # Where the phases of a transfer are spans of their own, its row need not show them.
     short = _SHORT if row.has_children else _SHORT | _PHASES
     parts = [text for key, write in short.items() if (text := _short(span.attributes.get(key), write))]
     parts += _links(span, known)
@@ -303,7 +303,7 @@ def _short(value: AttributeValue | None, write: str) -> str:
     if value is None or value == "":
         return ""
     if isinstance(value, str):
-        return write.format(_plain(value)) if "{}" in write else _plain(value)  # a damaged file may say anything
+        return write.format(_plain(value)) if "{}" in write else _plain(value)  # a damaged file may have anything
     return _size(value) if write == "bytes" else write.format(value)
 
 

@@ -80,7 +80,7 @@ async def _up(launch: Launch) -> int:
 
 
 class LastingConsole(Console):
-    """A console whose reader may go away, as that of `kvmesh up | head` does: the mesh goes on, and says no more."""
+    """A console whose reader may go away, as that of `kvmesh up | head` does: the mesh goes on, and prints no more."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -83,7 +83,7 @@ def _publish_reserved(attempts: Attempts, attempt: Attempt) -> Publish:
 
 
 def say_reserved_again(attempts: Attempts, attempt: Attempt, _: TimePassed, now_ms: int) -> list[Action]:
-    """Say once more that there is room where no offer has come."""
+    """Report once more that there is room where no offer has come."""
     upstream, again_ms = upstream_of(attempt), attempts.limits.times.decode.reserved_again_ms
     if upstream.reserved_ms is None:
         upstream.reserved_ms = now_ms
@@ -145,7 +145,7 @@ def hand_over_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now_
 
 
 def ended_read_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now_ms: int) -> list[Action]:
-    """Nothing writes the blocks of an attempt any more that has ended. The source is told how the hand-over went."""
+    """Nothing writes the blocks of an attempt any more that has ended. The source is sent the hand-over's outcome."""
     actions: list[Action] = []
     if event.first_token is not None:
         actions = _landed(attempts, attempt, event)
@@ -155,10 +155,10 @@ def ended_read_ended(attempts: Attempts, attempt: Attempt, event: ReadEnded, now
 
 
 def _landed(attempts: Attempts, attempt: Attempt, event: ReadEnded) -> list[Action]:
-    """All is here and verified: say so."""
+    """All is here and verified: report it."""
     upstream, outcome, offer, actions = upstream_of(attempt), event.outcome, event.read.lease, list[Action]()
     assert isinstance(offer, KVOffered)
-    if upstream.state is HandoffState.OFFERED:  # so short that nothing was said of its start
+    if upstream.state is HandoffState.OFFERED:  # so short that nothing was reported of its start
         actions.append(_streaming(attempts, attempt, outcome.carrier))
     if upstream.state is HandoffState.STREAMING:
         upstream.state = advance(upstream.state, HandoffState.LANDED)
@@ -191,9 +191,9 @@ def lose_source(attempts: Attempts, attempt: Attempt, reason: str, now_ms: int) 
 
 
 def _go_without(attempts: Attempts, attempt: Attempt, reason: str, now_ms: int) -> list[Action]:
-    """The hand-over brings no more. Whoever is said to hold a part of the prompt is asked, the prefill worker among
-    them: what it has computed may be cached there. Where the prompt's logprobs are wanted another attempt must begin:
-    if its first token has come, they have, and it goes on from there."""
+    """The hand-over brings no more. Whoever is reported to hold a part of the prompt is asked, the prefill worker
+    among them: what it has computed may be cached there. Where the prompt's logprobs are wanted another attempt must
+    begin: if its first token has come, they have, and it goes on from there."""
     upstream = upstream_of(attempt)
     assert attempt.kv is not None
     if attempt.owes_prompt_logprobs:

@@ -38,7 +38,7 @@ class Holder:
     incarnation: str
     seen_ms: int
     room: Mapping[Tier, int] | None = None
-    """For how many blocks it has room on each tier that it has, as it says; None: it has not said."""
+    """For how many blocks it has room on each tier that it has, as it reports; None: not reported."""
     num_of: dict[int, int] = field(default_factory=dict[int, int])
     """How many blocks have each of its bits."""
     sequence: int = 0
@@ -72,7 +72,7 @@ class Holder:
 
     @property
     def is_over_room(self) -> bool:
-        """More is known of it than it has room for by what it says now."""
+        """More is known of it than it has room for by what it reports now."""
         return any(self.num_of.get(bit, 0) > self.room_on(tier) for tier, bit in self.bits.items())
 
     def queue_event(self, event: BlockEvent) -> bool:
@@ -103,7 +103,7 @@ class DirectoryCore:
         self._ended: dict[tuple[WorkerId, str], None] = {}
         """These incarnations are over, the oldest first: nothing late brings their blocks back."""
         self._asked: set[tuple[WorkerId, str]] = set()
-        """These of them were heard of since: an answer proves that they live, a late message does not."""
+        """Something has come from these of them since: an answer proves that they live, a late message does not."""
         self._is_sweeping = False
         self.num_passed_over = 0
         """Blocks that were announced beyond a bound, and holders beyond theirs."""
@@ -193,7 +193,7 @@ class DirectoryCore:
         return self._start_reading(holder)
 
     def _has_no_room_for(self, worker_id: WorkerId) -> bool:
-        """Say whether this would be one holder too many."""
+        """Return whether this would be one holder too many."""
         is_full = worker_id not in self._holders and len(self._holders) >= limits.MAX_HOLDERS
         self.num_passed_over += is_full
         return is_full
@@ -220,7 +220,7 @@ class DirectoryCore:
             holder = self._replace(event.worker_id, event.incarnation, now_ms)
         holder.seen_ms = now_ms
         if event.sequence <= holder.sequence:
-            return []  # heard before, or in the inventory already
+            return []  # received before, or in the inventory already
         has_room = holder.queue_event(event)
         if not holder.is_reading:
             self._apply_pending(holder)
@@ -288,7 +288,7 @@ class DirectoryCore:
         return (worker_id, incarnation) in self._ended
 
     def _ask_ended(self, worker_id: WorkerId, incarnation: str) -> list[Action]:
-        """It was declared dead and speaks, or the message is late: only the worker can say which."""
+        """It was declared dead and speaks, or the message is late: only the worker can answer which."""
         if (worker_id, incarnation) in self._asked:
             return []
         self._asked.add((worker_id, incarnation))
@@ -365,7 +365,7 @@ class DirectoryCore:
             holder.num_pending_blocks = 0
 
     def _add(self, holder: Holder, bit: int, tier: Tier, joined: bytes) -> None:
-        """Note what a holder says that it has, as far as that may be."""
+        """Note what a holder reports that it has, as far as that may be."""
         known = holder.num_of.get(bit, 0)
         num_added, num_left = self._map.mark(bit, joined, max(0, holder.room_on(tier) - known))
         holder.num_of[bit] = known + num_added

@@ -13,7 +13,7 @@ from schemas.ids import WorkerId
 class ReadPage:
     """Ask this worker for its inventory from `offset` on, and bring the answer: PageRead or PageMissing.
 
-    `reading` says which reading of this worker the page belongs to; a page of one that was given up is not mixed in.
+    `reading` names which reading of this worker the page belongs to; a page of one that was given up is not mixed in.
     """
 
     worker_id: WorkerId
@@ -24,7 +24,7 @@ class ReadPage:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Call `DirectoryCore.sweep` until it says that there is no more to do."""
+    """Call `DirectoryCore.sweep` until it returns that there is no more to do."""
 
 
 Action = ReadPage | Sweep
@@ -35,12 +35,12 @@ Action = ReadPage | Sweep
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """A worker has said that it lives."""
+    """A worker has reported that it lives."""
 
     worker_id: WorkerId
     incarnation: str
     room: Mapping[Tier, int] | None = None
-    """For how many blocks it has room on each tier that it has. None: it has not said."""
+    """For how many blocks it has room on each tier that it has. None: not reported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ first."""
 MAX_HOLDERS = 4_096
 """So many holders are known at a time; whoever speaks as one more is passed over until others have gone."""
 MAX_HOLDER_BLOCKS = 1_000_000
-"""Of one holder on one tier so many blocks are known, and no more than it says that it has room for. A card's memory
+"""Of one holder on one tier so many blocks are known, and no more than it reports that it has room for. A card's memory
 holds some 100,000 blocks."""
 MAX_BLOCKS = 10_000_000
 """Distinct blocks of all holders: some 40 bytes each. What is beyond a bound is not known here, and computed rather

@@ -1,4 +1,4 @@
-"""The directory's shell: hears block events, reads inventories, answers where blocks are."""
+"""The directory's shell: receives block events, reads inventories, answers where blocks are."""
 
 import asyncio
 import logging
@@ -109,7 +109,7 @@ class Directory:
         await self._bus.close()
 
     async def _listen(self, subject: Subject[CarriesT, None], event_of: Callable[[CarriesT], Event]) -> None:
-        """Bring the core what every worker says on this subject. `event_of` raises ValueError for what is malformed."""
+        """Bring the core what workers publish on this subject. `event_of` raises ValueError for what is malformed."""
 
         def receive(received: Received[CarriesT]) -> None:
             try:

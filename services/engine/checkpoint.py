@@ -43,7 +43,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint whose files are whole and whose architecture an engine can serve, as far as its config tells."""
+    """A checkpoint whose files are whole and whose architecture an engine can serve, as far as its config shows."""
 
     path: str
     name: str

@@ -1,6 +1,6 @@
 """What an engine's process does, once it is forked (`forks.py`).
 
-Its main thread is the engine's; another one reads what the worker says.
+Its main thread is the engine's; another one reads what the worker sends.
 """
 
 import ctypes
@@ -35,8 +35,8 @@ SHOWN_BYTES = 15
 
 
 def serve_worker(channel: Channel[ToProcess], table: int, bell: int) -> int:
-    """Make the engine that a worker wants, and serve until it says that it is enough; return the exit code. `table` and
-    `bell`: file descriptors of the layers' table, and of what wakes who looks at it."""
+    """Make the engine that a worker wants, and serve until asked to stop; return the exit code. `table` and `bell`:
+    file descriptors of the layers' table, and of what wakes who looks at it."""
     # Attach the worker's arena: the worker owns this memory, so the KV in it survives the end of this process.
     order, rest = _receive_first(channel)
     arena = Arena.attach(order.arena, order.nonce, writes=True)
@@ -89,7 +89,7 @@ def _listen(channel: Channel[ToProcess], loop: EngineLoop, received: Iterable[To
         os._exit(0)  # nobody is there for whom to compute
     except BaseException:
         log.exception("hearing the worker has failed")
-        os._exit(1)  # who hears nothing computes what nobody wants; the worker starts another one
+        os._exit(1)  # who receives nothing computes what nobody wants; the worker starts another one
 
 
 def main(name: str, channel: int, table: int, bell: int) -> int:

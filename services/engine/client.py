@@ -58,8 +58,8 @@ class EngineDeath(NamedTuple):
 
 
 class EngineCallbacks(NamedTuple):
-    """Whom an engine tells, on a thread of its own: of a step, of the numbers of sequences that it cannot compute and
-    why, of one that was taken out, of its death, which ends all that it had, and that it is there again."""
+    """Whom an engine notifies, on a thread of its own: of a step, of the numbers of sequences that it cannot compute
+    and why, of one that was taken out, of its death, which ends all that it had, and that it is there again."""
 
     on_step: Callable[[StepResult], None]
     on_failure: Callable[[tuple[int, ...], str], None]
@@ -70,7 +70,7 @@ class EngineCallbacks(NamedTuple):
 
 @dataclass(slots=True)
 class _Given:
-    """A sequence that the engine has. `row`: by which its layers are told; -1: to nobody."""
+    """A sequence that the engine has. `row`: by which its layers are announced; -1: to nobody."""
 
     request_id: RequestId
     row: int
@@ -83,7 +83,7 @@ class EngineClient(ABC):
     """A worker's engine, wherever it runs (`thread.py`, `process.py`). `submit`, `cancel`, `engine_load`,
     `start_grammar` and `library_text` may be called from any thread.
 
-    Every sequence that was submitted ends in exactly one way, told by the callbacks, which must be quick; one that
+    Every sequence that was submitted ends in exactly one way, reported by the callbacks, which must be quick; one that
     raises is logged.
     """
 
@@ -114,14 +114,14 @@ class EngineClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the arena's memory. Only once `stop_engine` has said True."""
+        """Let go of the arena's memory. Only once `stop_engine` has returned True."""
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None: ...
 
     @abstractmethod
     def _listen(self, row: int, listener: LayerListener) -> None:
-        """Have this listener hear of the layers that are told by this row."""
+        """Have this listener notified of the layers that are announced by this row."""
 
     @abstractmethod
     def _unlisten(self, row: int) -> None: ...
@@ -131,7 +131,7 @@ class EngineClient(ABC):
         return self._lives
 
     def submit(self, sequence: SubmitSequence, listener: LayerListener | None = None) -> None:
-        """Give the engine a sequence. `listener` hears of each layer of it that is written.
+        """Give the engine a sequence. `listener` is notified of each layer of it that is written.
 
         Raises EngineStoppedError after `stop_engine`, and while a process is being started.
         """
@@ -147,7 +147,7 @@ class EngineClient(ABC):
         self._send(msgspec.structs.replace(sequence, row=row))
 
     def cancel(self, number: int) -> None:
-        """Take a sequence out after the running step. `on_removed` tells when; nothing does if it has ended before.
+        """Take a sequence out after the running step. `on_removed` reports when; nothing does if it has ended before.
 
         Raises EngineStoppedError as `submit` does.
         """
@@ -179,7 +179,7 @@ class EngineClient(ABC):
 
     def library_text(self, prefix: str) -> str:
         """Return what the engine's library has counted, of names that begin so, in Prometheus' text format; what was
-        said last where the engine does not answer soon."""
+        answered last where the engine does not answer soon."""
         self._library_came.clear()
         self._send(AskLibrary(prefix))
         self._library_came.wait(LIBRARY_ANSWER_S)
@@ -191,7 +191,7 @@ class EngineClient(ABC):
         if not self._is_ready:
             raise EngineStoppedError("the engine is starting")
 
-    # What the engine says.
+    # What the engine sends.
 
     def _take(self, message: ToWorker) -> None:
         """Raises LookupError where it is about nothing that the engine has."""
@@ -256,7 +256,7 @@ class EngineClient(ABC):
 
 
 def call_back(callback: Callable[..., None], *arguments: object) -> None:
-    """Call what an engine's thread tells others by: their mistakes are not to end it."""
+    """Call what an engine's thread notifies others by: their mistakes are not to end it."""
     try:
         callback(*arguments)
     except Exception:

@@ -30,7 +30,7 @@ class Cards(msgspec.Struct, frozen=True):
 
 
 def has_driver() -> bool:
-    """Say whether the machine could have a card. Quick, and imports nothing."""
+    """Return whether the machine could have a card. Quick, and imports nothing."""
     try:
         ctypes.CDLL(DRIVER)
     except OSError:

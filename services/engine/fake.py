@@ -58,7 +58,7 @@ class FakeEngine:
         self._arena: memoryview | None = arena_buffer.cast("B")
 
     def compute(self, items: Seq[StepItem]) -> list[Outcome]:
-        """Write the items' rows layer by layer, tell the listeners, and return an outcome per sampling item."""
+        """Write the items' rows layer by layer, notify the listeners, and return an outcome per sampling item."""
         if self.before_step is not None:
             self.before_step(items)
         for item in items:

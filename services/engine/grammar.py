@@ -134,7 +134,7 @@ def takes(tokenizer: LLTokenizer, grammar: _Grammar, text: str) -> bool:
 
 
 class _Answer:
-    """Implements `Grammar`. `spend` is told of a grammar that is spent."""
+    """Implements `Grammar`. `spend` is called with a grammar that is spent."""
 
     def __init__(self, grammar: _Grammar, spend: Callable[[_Grammar], None], vocab_size: int) -> None:
         self._grammar = grammar

@@ -23,8 +23,8 @@ from services.engine.messages import StepResult
 
 
 class LayerListener(Protocol):
-    """Hears, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena, or
-    will be once the arena's `mark` is reached (0: they are)."""
+    """Is notified, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena,
+    or will be once the arena's `mark` is reached (0: they are)."""
 
     def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None: ...
 
@@ -141,7 +141,7 @@ class Engine(Protocol):
 class Steps(Protocol):
     """The sequences that are computed on one worker, step by step: what `EngineLoop` drives.
 
-    Its thread is the only user. `on_begin`: told the numbers of those whom a step computes, before it writes anything.
+    Its thread is the only user. `on_begin`: called with the numbers of those in a step, before it writes anything.
     """
 
     on_begin: Callable[[Seq[int]], None]
@@ -161,7 +161,7 @@ class Steps(Protocol):
     def __len__(self) -> int: ...
 
     def run_step(self) -> StepResult | None:
-        """Compute a step and tell the layer listeners; None: there was nothing to do.
+        """Compute a step and notify the layer listeners; None: there was nothing to do.
 
         Sequences that ended here have left when this returns. Raises StepFailedError.
         """
@@ -173,8 +173,8 @@ class Steps(Protocol):
 
 
 class PlacedEngine(NamedTuple):
-    """An engine, and the arena that it writes to. `device`: what is said of where they are: "cpu", or a card's number
-    and name."""
+    """An engine, and the arena that it writes to. `device`: what is reported of where they are: "cpu", or a card's
+    number and name."""
 
     arena: KVArena
     engine: Engine

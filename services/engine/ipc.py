@@ -30,7 +30,7 @@ READ_BYTES = 256 << 10
 MAX_IN_STEP = 1_024
 """Sequences of one step that are named: an engine computes no more at once."""
 LAST_WORDS_S = 2.0
-"""So long a side that ends waits for the other to take what it has to say."""
+"""So long a side that ends waits for the other to take what it has to send."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -46,7 +46,7 @@ class LoadEngine(EngineMessage, frozen=True):
 
 
 class EngineReady(EngineMessage, frozen=True):
-    """`device`: what is said of where it runs. `eos_token_ids`: what ends an answer."""
+    """`device`: what is reported of where it runs. `eos_token_ids`: what ends an answer."""
 
     device: str
     eos_token_ids: tuple[int, ...]
@@ -115,7 +115,7 @@ class Channel(Generic[ReceivedT]):
         return self._read() if events & ~select.POLLOUT else []
 
     def close(self) -> None:
-        """Send what waits, for a moment at most, and end: nothing is said or received any more. Idempotent."""
+        """Send what waits, for a moment at most, and end: nothing is sent or received any more. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -170,7 +170,7 @@ class StepTable:
     """What the worker is to see of a step while it runs, in memory that both have; the engine's process writes.
 
     `rows`: how far each layer of each sequence that is handed over is written, [rows, layers]. Each process has a table
-    of its own: what a dead one may have said of its last step is nobody's.
+    of its own: what a dead one may have reported of its last step is nobody's.
     """
 
     def __init__(self, fd: int, num_layers: int) -> None:
@@ -197,7 +197,7 @@ def table_memory(num_layers: int) -> int:
 
 
 class TableListener:
-    """Tells the layers of one sequence by a row of the table (`LayerListener`)."""
+    """Announces the layers of one sequence by a row of the table (`LayerListener`)."""
 
     def __init__(self, row: npt.NDArray[np.int64], bell: int) -> None:
         self._row = row

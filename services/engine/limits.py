@@ -4,7 +4,7 @@ PREFILL_SHARE = 8
 """While a prompt waits, at least 1/8 of a step's budget is prefill's."""
 
 PROBE_TIMEOUT_S = 120.0
-"""A process that looks for cards has said what it found by then: it imports PyTorch."""
+"""A process that looks for cards has reported what it found by then: it imports PyTorch."""
 
 GRAMMAR_TIMEOUT_S = 30.0
 """So long an engine's step waits for a grammar that is still being understood, which has limits of its own."""

@@ -27,7 +27,7 @@ class AnswerRules(NamedTuple):
 
 
 class LoadedEngine(NamedTuple):
-    """`device`: what is said of where it runs: "cpu", or vLLM's version."""
+    """`device`: what is reported of where it runs: "cpu", or vLLM's version."""
 
     steps: Steps
     rules: AnswerRules

@@ -24,7 +24,7 @@ class ScoredRows(NamedTuple):
 
 
 def scored_rows(items: Seq[StepItem]) -> list[ScoredRows]:
-    """Return what of a step tells of its prompts, where that is wanted. The logits at a position tell of the token
+    """Return what of a step scores its prompts, where that is wanted. The logits at a position score the token
     behind it; behind the prompt's last token comes the answer, which is not the prompt's."""
     found: list[ScoredRows] = []
     first_row = 0

@@ -1,4 +1,4 @@
-"""The engine's loop: it takes sequences, computes steps, and tells their results.
+"""The engine's loop: it takes sequences, computes steps, and reports their results.
 
 The same in a process of the engine's own, on a thread of its worker, and in the simulator.
 """
@@ -54,11 +54,11 @@ class Changes(Protocol):
 class EngineLoop:
     """One engine. `put_message` may be called from any thread; `send` gives the worker a message, from any thread too.
 
-    Of each sequence that was put the worker is told one end: a `SampledToken` with `local_end`, an entry of `failed`,
+    Of each sequence that was put the worker is sent one end: a `SampledToken` with `local_end`, an entry of `failed`,
     `SequencesFailed` or `SequenceLeft`; only then may its blocks be used for something else.
 
-    `listener_of`: who hears of a row's layers. `on_step`: told the numbers of those whom a step computes, and none once
-    its result is told. `changed`: by it `put_message` wakes the loop.
+    `listener_of`: who is notified of a row's layers. `on_step`: called with the numbers of those whom a step computes,
+    and with none once its result is sent. `changed`: by it `put_message` wakes the loop.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class EngineLoop:
                     self._changed.notify()
 
     def run_steps(self) -> bool:
-        """Compute until it is told to stop, on this thread. False: a mistake of ours, or of what it computes on, has
-        ended it. Whoever had it run then tells the ends of what is left."""
+        """Compute until it is asked to stop, on this thread. False: a mistake of ours, or of what it computes on, has
+        ended it. Whoever had it run then reports the ends of what is left."""
         has_failed = False
         try:
             while self._take():

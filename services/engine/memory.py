@@ -1,4 +1,4 @@
-"""Whether there is memory for what is to be started: said in a line, in place of a kill by the kernel."""
+"""Whether there is memory for what is to be started: reported in a line, in place of a kill by the kernel."""
 
 from dataplane.blocks.layout import ITEM_BYTES
 from dataplane.machine import available_bytes
@@ -32,7 +32,7 @@ def check_memory(
 
 
 def has_room(config: MeshConfig, checkpoint: Checkpoint) -> bool:
-    """Say whether there is memory for one more engine in an arena that is there."""
+    """Return whether there is memory for one more engine in an arena that is there."""
     available = available_bytes()
     return available is None or sum(_engine_bytes(config, checkpoint).values()) <= available
 

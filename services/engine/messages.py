@@ -1,4 +1,4 @@
-"""What a worker and its engine say to each other, whatever lies between them: a pair of sockets, or nothing.
+"""What a worker and its engine send each other, whatever lies between them: a pair of sockets, or nothing.
 
 A sequence goes by the `number` that the worker gave it. What only a process of its own needs besides is in `ipc.py`.
 """
@@ -19,8 +19,8 @@ class EngineMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SubmitSequence(EngineMessage, frozen=True, kw_only=True):
-    """Compute a sequence, as `Sequence` has it. `row`: the number by which its layers are told; -1: nobody wants to
-    know. The engine answers one that cannot be computed with `SequencesFailed`."""
+    """Compute a sequence, as `Sequence` has it. `row`: by which its layers are announced; -1: nobody wants to know.
+    The engine answers one that cannot be computed with `SequencesFailed`."""
 
     number: int
     request_id: RequestId

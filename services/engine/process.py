@@ -1,6 +1,6 @@
 """An engine in a process of its own: a worker's event loop, its plane and its leases never wait for a step.
 
-One thread here hears what the process says, looks at the table of layers, and starts another one where it dies.
+One thread here receives what the process sends, looks at the table of layers, and starts another one where it dies.
 """
 
 import logging
@@ -25,11 +25,11 @@ from services.restarts import Restarts
 log = logging.getLogger(__name__)
 
 OF_STEPS = (StepResult, SequencesFailed, SequenceLeft)
-"""What the thread says that computes: others answer even while a step hangs."""
+"""What the thread sends that computes: others answer even while a step hangs."""
 
 
 class _Listened(NamedTuple):
-    """Who hears of the layers that a row tells, and what it has heard of them."""
+    """Who is notified of a row's layers, and how far each was announced."""
 
     listener: LayerListener
     announced: npt.NDArray[np.int64]
@@ -117,14 +117,14 @@ class EngineProcess(EngineClient):
             call_back(self._callbacks.on_back)
 
     def _serve_child(self) -> str:
-        """Hear what the engine says until it has ended, which it has when this returns; return how."""
+        """Receive what the engine sends until it has ended, which it has when this returns; return how."""
         # Wait in slices of the step timeout, and add up the slices in which the engine was busy and ended no step.
         child, silent_s, look_s = self._child, 0.0, self._step_timeout_s / LOOKS_A_TIMEOUT
         try:
             while silent_s < self._step_timeout_s:
                 is_busy, began_s = bool(self._given), time.monotonic()
                 messages = child.channel.wait_messages(look_s)
-                self._announce_layers()  # written before what is said now
+                self._announce_layers()  # these were written before what has come now
                 for message in messages:
                     if isinstance(message, EngineReady | EngineRefused):
                         raise IpcError("it was ready before")
@@ -150,7 +150,7 @@ class EngineProcess(EngineClient):
             return f"hearing the engine's process has failed: {type(error).__name__}: {error}"
 
     def _replace_child(self) -> bool:
-        """Take another one, and say whether it is ready: the one before may have been ended by what it loads."""
+        """Take another one, and return whether it is ready: the one before may have been ended by what it loads."""
         wanted_s = time.monotonic()
         try:
             child = self._spares.next_child()

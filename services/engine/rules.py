@@ -50,7 +50,7 @@ def check_sequence(
 
 
 def append_token(sequence: Sequence, choice: ChosenToken, context_length: int | None) -> SampledToken:
-    """Add a token to a sequence and say what it means."""
+    """Add a token to a sequence and return what it means."""
     index, token_id = sequence.index, choice.token_id
     sequence.token_ids.append(token_id)
     sequence.num_local_tokens += 1

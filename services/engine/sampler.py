@@ -71,13 +71,13 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
 
 
 def asks_more(sequence: Sequence) -> bool:
-    """Say whether its next token is more than the best one of its logits."""
+    """Return whether its next token is more than the best one of its logits."""
     sampling = sequence.sampling
     return sampling.temperature > GREEDY_BELOW or sampling.logprobs is not None or is_shaped(sequence)
 
 
 def near_tie(logits: Tensor, sequence: Sequence) -> bool:
-    """Say whether another correct computation of these logits ([vocab]) could choose another token for the sequence.
+    """Return whether another correct computation of these logits ([vocab]) could choose another token for the sequence.
 
     Greedy: the two best of what shaping leaves are closer than 1e-4 of the logits' spread (maximum - minimum). Sampled:
     the random number lies within 1e-4 of a border of the chosen token's interval, or the kept set is itself a near-tie:
@@ -196,7 +196,7 @@ def _draw(choice: _Candidates, number: float) -> int:
 
 
 def _set_near_tie(row: Tensor, sampling: SamplingParams, spread: float) -> bool:
-    """Say whether the border of the kept set could move. `spread`: of the logits as they came."""
+    """Return whether the border of the kept set could move. `spread`: of the logits as they came."""
     best = row.max()
     if sampling.min_p > 0:
         border = best + sampling.temperature * math.log(sampling.min_p)

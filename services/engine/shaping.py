@@ -26,7 +26,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def is_masked(sequence: Sequence) -> bool:
-    """Say whether not every token may be its next one."""
+    """Return whether not every token may be its next one."""
     sampling = sequence.sampling
     return bool(
         sequence.grammar is not None
@@ -38,7 +38,7 @@ def is_masked(sequence: Sequence) -> bool:
 
 
 def is_shaped(sequence: Sequence) -> bool:
-    """Say whether `shaped` changes anything of its next row."""
+    """Return whether `shaped` changes anything of its next row."""
     sampling = sequence.sampling
     return (
         is_masked(sequence)

@@ -73,8 +73,8 @@ class EngineChild:
         self.process.wait()
 
     def wait_ready(self, timeout_s: float = math.inf) -> EngineReady:
-        """Return what it says of itself once it is ready. Raises UserError where it will not be: it has ended, or takes
-        more than `timeout_s` from its start, and is ended."""
+        """Return what it reports of itself once it is ready. Raises UserError where it will not be: it has ended, or
+        takes more than `timeout_s` from its start, and is ended."""
         if self._ready is not None:
             return self._ready
         # The starter may still be importing: the time until it forks counts towards `timeout_s`.
@@ -107,7 +107,7 @@ class EngineChild:
 
 
 def ending(code: int) -> str:
-    """Say how a process has ended, for people."""
+    """Return how a process has ended, for people."""
     if code >= 0:
         return f"ended with code {code}"
     hint = ", as the kernel does where memory is short" if -code == signal.SIGKILL else ""
@@ -116,7 +116,7 @@ def ending(code: int) -> str:
 
 class SpareEngines:
     """Keeps `number` processes loaded, with nothing to do, by a thread of its own; none where `number` is 0. Each is
-    started only while `has_room` says that there is memory for one more."""
+    started only while `has_room` finds memory for one more."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class ForkedEngine:
         self._handle = -1
         """Its pidfd, which never means another process as its number may."""
         self._is_orphan = False
-        """Its starter has ended, and says nothing of its end."""
+        """Its starter has ended, and reports nothing of its end."""
         self._code: int | None = None
         self._lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class EngineStarter:
     def __init__(
         self, engine: EngineName, num_threads: int, *, inherited: int | None = None, log_path: Path | None = None
     ) -> None:
-        """Start one, or take the one behind a descriptor that this process has inherited. `log_path`: where it says
+        """Start one, or take the one behind a descriptor that this process has inherited. `log_path`: where it logs
         what goes wrong; None: where this process does. Raises OSError."""
         self._engine: EngineName = engine
         self._num_threads = num_threads
@@ -161,7 +161,7 @@ class EngineStarter:
         environment = KEEPS_MEMORY | child_environment() | {"OMP_NUM_THREADS": str(self._num_threads)}
         arguments = [sys.executable, "-P", "-m", "services.engine.forks", self._engine, str(theirs.fileno())]
         with theirs, open_private(self._log_path, "ab") if self._log_path else contextlib.nullcontext(2) as log_file:
-            # What libraries print must not be taken for what the worker says.
+            # What libraries print must not be taken for what the worker prints.
             self._process = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, pass_fds=(theirs.fileno(),),
                 env=environment, start_new_session=True,
@@ -170,7 +170,7 @@ class EngineStarter:
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
-    """Wait until there is something to read, or the other side has ended, for so long at most; say whether it is so."""
+    """Wait until there is something to read, or the other side has ended, at most for so long; return whether it is."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))

@@ -28,7 +28,7 @@ def find_problem(
 
 
 def _repeats_within(table: BlockTable, distance: int) -> bool:
-    """Say whether any `distance` blocks in a row name one twice."""
+    """Return whether any `distance` blocks in a row name one twice."""
     last: dict[int, int] = {}
     for at, block in enumerate(block_ids(table.segments)):
         if at - last.get(block, -distance) < distance:

@@ -1,7 +1,7 @@
-"""The workers, as one gateway hears of them: which incarnation of each there is, and what it said of its blocks. Pure.
+"""The workers, as one gateway sees them: which incarnation of each there is, and what it reported of its blocks. Pure.
 
 The scheduler decides who is dead. A gateway needs to know it too, since an incarnation that is over has lost the
-requests that it had taken; and it may have missed the message that says so.
+requests that it had taken; and it may have missed the message about it.
 """
 
 from schemas.ids import WorkerId
@@ -14,17 +14,17 @@ FleetMessage = WorkerJoined | WorkerLoad | WorkerLeft
 
 
 class Fleet:
-    """The workers that have been heard. `detector`: when this gateway heard anything at all; a load is to be handled
-    before that hears of it. A worker that is silent for `worker_silent_ms` while its name speaks was replaced."""
+    """The workers that have been seen. `detector`: when this gateway received anything at all; a load is to be handled
+    before that notes it. A worker that is silent for `worker_silent_ms` while its name speaks was replaced."""
 
     def __init__(self, detector: FailureDetector, config: MeshConfig) -> None:
         self._incarnations = Incarnations(detector, config.gateway.worker_silent_ms)
         self._kept_ms = config.times.gateway.load_kept_ms
         self._loads: dict[WorkerId, tuple[int, WorkerLoad]] = {}
-        """When a worker last said its load, and which."""
+        """When a worker last published its load, and which."""
 
     def apply(self, message: FleetMessage, now_ms: int) -> list[FleetEvent]:
-        """Note what a worker, or the scheduler on its behalf, has said. Return what requests are to hear of it."""
+        """Note what a worker, or the scheduler on its behalf, has published. Return the events that requests get."""
         match message:
             case WorkerLeft(worker_id=worker_id, incarnation=incarnation):
                 if not self._incarnations.left(worker_id, incarnation):
@@ -47,12 +47,12 @@ class Fleet:
                 return [*lost, WorkerReady()] if message.state == "ready" and not was_ready else [*lost]
 
     def role_of(self, worker_id: WorkerId) -> str:
-        """Return the role of a worker; empty: it has not said it."""
+        """Return the role of a worker; empty: it has not published it."""
         _, load = self._loads.get(worker_id, (0, None))
         return load.worker.role if load is not None else ""
 
     def block_counts(self, now_ms: int) -> dict[WorkerId, BlockCounts]:
-        """Return what the workers last said of their blocks. One that has said nothing for long is left out."""
+        """Return what the workers last reported of their blocks. One that has sent nothing for long is left out."""
         oldest_ms = now_ms - self._kept_ms
         for worker_id in [w for w, (seen_ms, _) in self._loads.items() if seen_ms < oldest_ms]:
             del self._loads[worker_id]

@@ -6,7 +6,7 @@ RESERVED_DESCRIPTORS = 64
 """Descriptors that are not for clients: the broker, logs, span files, the metrics' server and its clients."""
 
 SPARE_CONNECTIONS = 8
-"""So many connections are left when the others are all answering: for somebody to be told so."""
+"""So many connections are left when the others are all answering: for an answer that says so."""
 
 MIN_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """A process that may have fewer than this is no gateway."""
@@ -192,7 +192,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """A completion that names no `max_tokens` gets so many: OpenAI's own default."""
 
 DEFAULT_RETRY_AFTER_MS = 1_000
-"""What a refusal says of when to come back, where whoever refused did not say."""
+"""When a refused client may come back, where whoever refused gave no time."""
 
 # Work on the event loop: what takes longer runs in a thread, so that nobody's tokens wait for it.
 

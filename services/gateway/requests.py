@@ -113,7 +113,7 @@ class Requests:
         self.spans = ChoiceSpans(self.telemetry, self._fleet.role_of)
 
     async def listen(self) -> None:
-        """Subscribe to all that a gateway hears, and serve all that it answers. Raises BusError."""
+        """Subscribe to all that a gateway receives, and serve all that it answers. Raises BusError."""
         bus, tasks, stories = self.bus, self.tasks, self._stories
         await bus.listen(tasks, subjects.TOKENS, ("*", self.gateway_id), self._on_tokens)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_fleet)
@@ -146,7 +146,7 @@ class Requests:
         return live
 
     def handle(self, live: LiveRequest, event: Event) -> None:
-        """Tell a request what has happened, and do what it decides."""
+        """Give a request an event, and do what it decides."""
         self._carry_out(live, event, live.core.handle(event, now_ms()))
 
     def keep_trace(self, trace_id: str, reason: str) -> bool:
@@ -190,7 +190,7 @@ class Requests:
         return max(0, now_ms() - first_ms) / 1000
 
     def block_counts(self) -> dict[WorkerId, BlockCounts]:
-        """Return what the workers last said of their blocks."""
+        """Return what the workers last reported of their blocks."""
         return self._fleet.block_counts(now_ms())
 
     # What comes on the bus.
@@ -330,11 +330,11 @@ class Requests:
         self.handle(live, event)
 
     async def _dispatch(self, live: LiveRequest, worker_id: WorkerId, message: RunAttempt) -> None:
-        """Send an attempt to a worker, and tell the request whether it has been taken."""
+        """Send an attempt to a worker, and report to the request whether it has been taken."""
         try:
             reply = await self._ask(live, subjects.RUN, (worker_id,), message, self.config.gateway.accept_timeout_s)
         except BusError as error:
-            if isinstance(error, MessageTooLargeError):  # no worker can be told
+            if isinstance(error, MessageTooLargeError):  # it reaches no worker
                 refused = WorkerRefused(message.attempt, worker_id, RefusalReason.TOO_LONG, error.reason, 0)
                 self.handle(live, refused)
                 return
@@ -370,7 +370,7 @@ class Requests:
         self.handle(live, ProgressAnswered(action.attempt, worker_id, outcome, is_waiting))
 
     async def _cancel(self, job: Job, action: SendCancel) -> None:
-        """Tell all workers to let go of an attempt. Where that fails their own deadlines free the blocks."""
+        """Ask all workers to let go of an attempt. Where that fails their own deadlines free the blocks."""
         message = CancelRequest(
             request_id=job.request_id,
             attempt=action.attempt,

@@ -2,7 +2,7 @@
 
 A connection either owes us a request or has one. While it owes one it has a limited time, and is the first to be closed
 where there are too many connections: the longest idle one, or, where most connections owe us the rest of a body, the
-first one of whoever has most of these. What it may take once it has one, the application says.
+first one of whoever has most of these. What it may take once it has one, the application decides.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""What every worker does, whatever its role: hold blocks, serve reads, run the engine, say how it is."""
+"""What every worker does, whatever its role: hold blocks, serve reads, run the engine, report how it is."""

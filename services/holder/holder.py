@@ -1,7 +1,7 @@
-"""A holder of KV, as a worker and a store have one: serves reads, grants leases, says what it holds and that it lives,
-and brings what happens to whoever decides.
+"""A holder of KV, as a worker and a store have one: serves reads, grants leases, reports what it holds and that it
+lives, and brings what happens to whoever decides.
 
-Cores run on the event loop only. The threads of plane and engine post what they have to say to the loop.
+Cores run on the event loop only. The threads of plane and engine post what they have to report to the loop.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class HolderOwner(Protocol):
     def reporter(self) -> Reporter: ...
 
     def step(self, event: Event, cause: str) -> Message | None:
-        """Let the cores decide on what has happened, and carry out what they say. Return the reply to an event that is
+        """Let the cores decide on what has happened, and carry out their actions. Return the reply to an event that is
         a question. `cause`: the subject of the message, or the part of this process that the event is of."""
         ...
 
@@ -90,7 +90,7 @@ class HolderOwner(Protocol):
         ...
 
     def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
-        """Say whether the block behind the first `num_blocks` of those asked for will soon be here."""
+        """Return whether the block behind the first `num_blocks` of those asked for will soon be here."""
         ...
 
     def fenced(self) -> None:
@@ -99,7 +99,7 @@ class HolderOwner(Protocol):
 
 
 class Holder(Generic[MemoryT]):
-    """One worker's or store's. What it hears comes to its owner's `step`."""
+    """One worker's or store's. What it receives comes to its owner's `step`."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Holder(Generic[MemoryT]):
         tasks.create_task(self.outbox.run(), name="outbox")
 
     async def subscribe_all(self, tasks: asyncio.TaskGroup) -> None:
-        """Hear what every holder is asked. Return once all subscriptions are there."""
+        """Listen to what every holder is asked. Return once all subscriptions are there."""
         bus, me = self._bus, (self.parts.worker_id,)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await self.peers.listen(tasks)
@@ -184,7 +184,7 @@ class Holder(Generic[MemoryT]):
         record: Callable[[ReadEnded, TransferSpan, Landed | None], None],
         wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same",
     ) -> None:
-        """Make what reads for this holder: tasks of `tasks`. `record` hears of each read that has ended."""
+        """Make what reads for this holder: tasks of `tasks`. `record` is called for each read that has ended."""
         # A read may take `base_s` and its bytes at the lowest accepted rate: beyond that, computing is quicker.
         layout = self.parts.shape.layout
         settings = ReaderSettings(
@@ -213,7 +213,7 @@ class Holder(Generic[MemoryT]):
         )
 
     async def depart(self) -> None:
-        """End what is lent, say that this holder leaves, close the plane, send what is left. All reads have ended."""
+        """End what is lent, publish that this holder leaves, close the plane, send the rest. All reads have ended."""
         for last in (Stopping(), Fenced(f"{self.parts.worker_id} is stopping")):
             self.decide(last, "stop")
         self._owner.reporter.publish_left()
@@ -296,7 +296,7 @@ class Holder(Generic[MemoryT]):
         self._owner.reporter.publish_joined()
         self._owner.fenced()
 
-    # What others say and ask.
+    # What others send and ask.
 
     def on_event(self, received: Received[Any]) -> None:
         """A message that is an event as it is."""
@@ -306,7 +306,7 @@ class Holder(Generic[MemoryT]):
         self._owner.step(CopyOffered(received.message, received.traceparent), received.subject)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
-        """Somebody has left; or this holder is said to have."""
+        """Somebody has left; or this holder is reported to have."""
         event = received.message
         self.peers.left(event)
         if event.worker_id != self.parts.worker_id:

@@ -3,7 +3,7 @@
 # Taking requests.
 
 RETRY_AFTER_MS = 500
-"""What a refused request is told to wait: a queue has moved on by then."""
+"""What a refused request is asked to wait: a queue has moved on by then."""
 MAX_SOURCES = 16
 """Of one request: a source that does not answer costs seconds."""
 
@@ -31,7 +31,7 @@ MAX_REQUEST_LEASES = 8
 """The same for one request, whose id a gateway has signed, where a reader's name may be invented. Each worker of an
 attempt reads one piece at a time, so this is two workers through four attempts at once."""
 MAX_LEASES_AWAITED = 256
-"""Readers that wait for blocks that are being computed; whoever asks beyond that is told to ask again."""
+"""Readers that wait for blocks that are being computed; whoever asks beyond that is asked to try again."""
 READER_SHARE = 2
 """A reader that has a lease gets no further one with which it would have more than half of the blocks: the other half
 can be given up for the holder's own requests. Blocks that several of its leases share count once. Who is refused asks
@@ -77,7 +77,7 @@ READ_BYTES_PER_S_MIN = 20e6
 """A read that takes longer than `read_base_s` and its bytes at this rate is given up: computing would be quicker."""
 
 MAX_PEERS = 10_000
-"""Holders of which a reader remembers where they serve; those heard of last."""
+"""Holders of which a reader remembers where they serve; those seen last."""
 
 # Copies: blocks that are kept on a second holder, so that they outlive their worker.
 
@@ -103,7 +103,7 @@ LEAVING_SHARE = 2
 """Of what is free or kept for its content only a worker gives up to a half for the blocks of one that leaves."""
 
 MAX_RECEIVED_GRAMMAR_CHARACTERS = 2 * 1024 * 1024
-"""Long grammars that gateways have told are kept up to here, those asked for last."""
+"""Long grammars that gateways have sent are kept up to here, those asked for last."""
 
 # The process.
 
@@ -114,7 +114,7 @@ MAX_UNSENT = 10_000
 """Messages that wait to be sent while the bus is away; beyond it the oldest of what may be lost goes."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
-# What it says of itself.
+# What it reports of itself.
 
 MAX_LINES = 32
 """Tenants that wait and are named in one load: those with most in line."""

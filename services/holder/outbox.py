@@ -25,7 +25,7 @@ REPAIRED = frozenset(
         subjects.REPLICATE, subjects.RETURNED, subjects.TOKENS,
     }
 )  # fmt: skip
-"""What may be lost: said again soon, asked for by whoever misses it, or useful and not necessary."""
+"""What may be lost: sent again soon, asked for by whoever misses it, or useful and not necessary."""
 
 _MESSAGE_BYTES = 512
 _TOKENS_BYTES = 256

@@ -12,7 +12,7 @@ from services.trust.credentials import HolderCredentials
 
 @dataclass(frozen=True, kw_only=True)
 class HolderParts:
-    """A holder's memory, and what it says of itself. `info`: as far as that is known before it serves."""
+    """A holder's memory, and what it reports of itself. `info`: as far as that is known before it serves."""
 
     info: WorkerInfo
     arena: KVArena

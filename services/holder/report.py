@@ -1,5 +1,5 @@
-"""What a worker or a store says of itself: who it is, what it has to do, what it holds, and, to whoever asks, what is
-going on."""
+"""What a worker or a store reports of itself: who it is, what it has to do, what it holds, and, to whoever asks, what
+is going on."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from services.times import PresenceTimes
 
 
 class LoadPublisher:
-    """Tells a worker's or store's load as it changes and every `load_interval_ms`, and in between that it lives."""
+    """Publishes a worker's or store's load as it changes and every `load_interval_ms`, and in between that it lives."""
 
     def __init__(self, outbox: Outbox, times: PresenceTimes) -> None:
         self._outbox = outbox
@@ -98,32 +98,32 @@ class Reporter:
         return describe(self.current_load(now_ms), requests, leases, now_ms, self.journal.lines())
 
     def inventory(self, offset: int) -> Inventory:
-        """Return a page of the blocks that are here. Blocks that have come or gone are told first: what a page has is
-        in the events up to its number."""
+        """Return a page of the blocks that are here. Blocks that have come or gone are published first: what a page has
+        is in the events up to its number."""
         self.publish_blocks()
         return self.blocks.inventory(offset, self.bus.connection.max_bytes)
 
     def publish_joined(self) -> None:
-        """Say who this is; all subscriptions must be there."""
+        """Publish who this is; all subscriptions must be there."""
         self.outbox.put(subjects.JOINED, (self.identity.worker_id,), WorkerJoined(worker=self.info()))
 
     def publish_draining(self) -> None:
-        """Say that this worker takes no new work."""
+        """Publish that this worker takes no new work."""
         me = self.identity.worker_id
         self.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=self.blocks.incarnation))
 
     def publish_left(self) -> None:
-        """Say that this worker stops."""
+        """Publish that this worker stops."""
         me = self.identity.worker_id
         left = WorkerLeft(worker_id=me, incarnation=self.blocks.incarnation, reason=LeftReason.STOPPED)
         self.outbox.put(subjects.LEFT, (me,), left)
 
     def publish_load(self, now_ms: int) -> None:
-        """Say what there is to do, or that it is what was said last (`LoadPublisher`)."""
+        """Publish what there is to do, or that it is what was published last (`LoadPublisher`)."""
         self._publisher.publish_due(self.current_load(now_ms), now_ms)
 
     def publish_blocks(self) -> bool:
-        """Say which blocks have come and gone since the last time. True: some have."""
+        """Publish which blocks have come and gone since the last time. True: some have."""
         events = self.blocks.events()
         self.outbox.put_block_events(events)
         return bool(events)

@@ -31,7 +31,7 @@ async def wait_known(access: BusAccess, holders: Set[str], num_schedulers: int =
     when no broker answers.
 
     Of several any one answers, so they are asked until so many answers in a row are right that hardly one of them has
-    not been heard.
+    not answered.
     """
     connection = await NatsBus.connect(access, "kvmesh-up")
     bus = TypedBus(connection, "up")

@@ -2,10 +2,10 @@
 
 Whoever starts asks on the name's own subject before it answers there: nobody serves it where the one before has died,
 so that a restart waits for nothing. Then it asks again, as another may have begun at the same moment, and after each
-reconnection, as another may have begun meanwhile. Who has heard of nobody for as long as an answer may take is settled,
+reconnection, as another may have begun meanwhile. Who has met no other for as long as an answer may take is settled,
 and stays; of two that are not, or both are, the lower token stays. What decides crosses the bus with each claim and
-does not change with the time a message takes, so that all who hear of each other agree. Gateways need none of it: each
-has another name in each of its lives.
+does not change with the time a message takes, so that all who meet agree. Gateways need none of it: each has another
+name in each of its lives.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def new_claim(name: str) -> ClaimName:
 
 
 def yields_to(claim: ClaimName, other: ClaimName) -> bool:
-    """Say whether the other one keeps the name. It is an order: of any number of claims one yields to none."""
+    """Return whether the other one keeps the name. It is an order: of any number of claims one yields to none."""
     return (not other.settled, other.token) < (not claim.settled, claim.token)
 
 
@@ -57,8 +57,8 @@ class NameHolder:
             )
 
     async def ask(self) -> None:
-        """Ask who else lives by the name. Where nobody answers, nobody does. Of several only the first answer is heard:
-        if that one leaves us the name, we ask the others."""
+        """Ask who else lives by the name. Where nobody answers, nobody does. Of several only the first answer is
+        taken: if that one leaves us the name, we ask the others."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._within_s
         subject, headers = subjects.CLAIM.of(self._claim.name), headers_of(self._claim, "")
@@ -67,7 +67,7 @@ class NameHolder:
                 self._received(await self._bus.request(subject, encode(self._claim), headers, left_s))
 
     async def answer(self, subscription: Subscription) -> None:
-        """Tell whoever else asks who keeps the name, and no more once it is not us."""
+        """Answer whoever else asks who keeps the name, and no more once it is not us."""
         async for delivery in subscription:
             if not is_led_elsewhere(subjects.CLAIM, delivery) and self._received(delivery):
                 kept = self.lost_to or self._claim
@@ -89,7 +89,7 @@ class NameHolder:
             await asyncio.sleep(self._within_s)
 
     def _received(self, delivery: Delivery) -> bool:
-        """Say whether this is somebody else's claim. If that one keeps the name, ours ends."""
+        """Return whether this is somebody else's claim. If that one keeps the name, ours ends."""
         try:
             other = decode(delivery.payload, ClaimName)
         except UndecodableMessageError:

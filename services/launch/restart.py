@@ -40,7 +40,7 @@ class Child:
         await self.process.wait()
 
     def describe_end(self) -> str:
-        """Say how the process ended."""
+        """Return how the process ended."""
         code = self.process.returncode
         assert code is not None
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -67,7 +67,7 @@ class Child:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 # Not `send_signal`: before Python 3.13 it takes the ending of a process from asyncio, which then knows
-                # no code but 255 and says so (python/cpython#87744).
+                # no code but 255 and logs it (python/cpython#87744).
                 os.kill(self.process.pid, number)
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:

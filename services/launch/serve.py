@@ -40,8 +40,8 @@ READY_LINE = "ready"
 ERROR_PREFIX = "error: "
 
 Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[bool | None]]
-"""Runs a service until it is told to stop. Returns whether an operator wants it to be started again; None: no operator
-has told it to leave."""
+"""Runs a service until it is asked to stop. Returns whether an operator wants it to be started again; None: no operator
+has asked it to leave."""
 
 
 Service = tuple[Start, TicketSecrets | None]
@@ -163,13 +163,13 @@ async def _serve(
     telemetry = open_telemetry(role, name, config)
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
-    if role != "scheduler":  # who tells the others the time asks other schedulers only
+    if role != "scheduler":  # who gives the others the time asks other schedulers only
         keeps_time = partial(keep_time, bus, telemetry.clock, metrics, config.times.telemetry)
         watching.append(lasting_task(keeps_time, "keep the time"))
     try:
         with contextlib.ExitStack() as while_ready:
             if (ca := access.ca) is not None:
-                # Whoever connects reads it each time: what is said here is whether it can be read, and its end.
+                # Whoever connects reads it each time: what is logged here is whether it can be read, and its end.
                 authority = CertificateFile(ca, partial(client_context, ca))
                 while_ready.enter_context(authority.kept(config.times.bus.certificates_look_s))
                 metrics.on_sample(lambda: metrics.set_series(BUS_CA_DAYS, {(): authority.days_left}))

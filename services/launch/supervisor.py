@@ -288,7 +288,7 @@ class Supervisor:
         await asyncio.sleep(wait_s)
 
     def _print(self, text: str) -> None:
-        """Say what has happened. Whoever hears it, and whether anybody does, decides nothing here."""
+        """Print what has happened. Whoever reads it, and whether anybody does, decides nothing here."""
         with contextlib.suppress(Exception):
             self._say(text)
 

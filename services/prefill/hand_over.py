@@ -106,8 +106,8 @@ def _offer(attempt: Attempt) -> list[Action]:
 
 
 def reader_has_room(attempts: Attempts, attempt: Attempt, _: BlocksReserved, now_ms: int) -> list[Action]:
-    """Offer as soon as there is a lease. The decode worker says that it has room until it hears the offer, or that
-    there will be none."""
+    """Offer as soon as there is a lease. The decode worker repeats that it has room until it receives the offer,
+    or that there will be none."""
     to = attempt.downstream
     assert to is not None
     to.has_room = True
@@ -118,8 +118,8 @@ def reader_has_room(attempts: Attempts, attempt: Attempt, _: BlocksReserved, now
 
 
 def reserved_too_early(attempts: Attempts, event: BlocksReserved, now_ms: int) -> list[Action]:
-    """A decode worker has room for a hand-over that is not known here: its request may be on its way. It is told where
-    that is over, or has not come for too long."""
+    """A decode worker has room for a hand-over that is not known here: its request may be on its way. It is notified
+    where that is over, or has not come for too long."""
     if (event.request_id, event.attempt) in attempts.past:
         return [abort(attempts, event, "the prefill worker has ended this attempt")]
     early, unknown_after_ms = attempts.early_reservations, attempts.limits.times.prefill.unknown_after_ms
@@ -132,7 +132,7 @@ def reserved_too_early(attempts: Attempts, event: BlocksReserved, now_ms: int) -
 
 
 def abort(attempts: Attempts, event: HandoffMessage, reason: str) -> Publish:
-    """Return the action that tells the decode worker that no (more) KV of this comes."""
+    """Return the action that notifies the decode worker that no (more) KV of this comes."""
     aborted = HandoffAborted(**handoff_fields(event, attempts.limits.worker_id), reason=reason)
     return publish_event(subjects.ABORTED, aborted)
 
@@ -155,7 +155,7 @@ def prompt_computed(attempts: Attempts, attempt: Attempt, sampled: SampledToken,
 
 
 def soon_ends(attempts: Attempts, attempt: Attempt) -> bool:
-    """Say whether a prompt is so near its end here that it is finished even by a worker that drains."""
+    """Return whether a prompt is so near its end here that it is finished even by a worker that drains."""
     num_stored = attempt.num_stored_blocks * attempts.limits.block_size
     return attempt.downstream is not None and attempt.num_prompt_tokens - num_stored <= FINISHED_TOKENS
 
@@ -173,7 +173,7 @@ def landed(attempts: Attempts, attempt: Attempt, event: KVLanded, now_ms: int) -
 
 
 def stream_ended(attempts: Attempts, attempt: Attempt, event: StreamEnded, now_ms: int) -> list[Action]:
-    """Wait for the reader to say how its read ended. If it says nothing, it may be dead, or its message is lost."""
+    """Wait for the reader to report how its read ended. If it sends nothing, it may be dead, or its message is lost."""
     event.lease.closes_ms = now_ms + attempts.limits.times.prefill.landed_grace_ms
     return []
 
@@ -189,7 +189,7 @@ def leaves_unread(attempts: Attempts, attempt: Attempt, _: DrainOver, now_ms: in
 
 
 def watch_lease(attempts: Attempts, attempt: Attempt, _: TimePassed, now_ms: int) -> list[Action]:
-    """End a lease whose stream is over and whose reader says nothing; keep one that nobody can be reading yet: the
+    """End a lease whose stream is over and whose reader sends nothing; keep one that nobody can be reading yet: the
     reader's silence is no reason to end it."""
     lease = attempt.lease
     if lease is None:

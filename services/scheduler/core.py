@@ -1,8 +1,8 @@
 """The view of the fleet, and who of it is alive. Pure: events and the time come in, actions go out.
 
-A worker is known from the first message that names it. Its restart (a new incarnation) replaces it at once. One that
-the broker says nobody serves for, or that has been silent for too long, is declared left; what has left never comes
-back as the same incarnation. The rules are `services.presence`'s. Where a request goes is `placement`'s.
+A worker is known from the first message that names it. Its restart (a new incarnation) replaces it at once. One whose
+pings nobody serves, or that has been silent for too long, is declared left; what has left never comes back as the same
+incarnation. The rules are `services.presence`'s. Where a request goes is `placement`'s.
 
 Workers speak by themselves. Asked is who is overdue, and who is in doubt: it is new, or its connection has ended, or
 nobody has served the last question.
@@ -86,14 +86,14 @@ class SchedulerCore:
         self.wake_ms = 0
         """`tick` has nothing to do before."""
         self._settings = settings
-        # Every worker speaks several times in half of a silence, and where none does the broker is asked: who hears
+        # Every worker speaks several times in half of a silence, and where none does the broker is asked: who receives
         # nothing for that long is cut off.
         self._detector = FailureDetector(times, settings.silent_after_ms // 2)
         self._fences = Fences(times)
         self._members: dict[WorkerId, Member] = {}
-        """Whoever was heard of last comes last, so that those who are quiet are found without looking at all."""
+        """Whoever was seen last comes last, so that those who are quiet are found without looking at all."""
         self._doubted: dict[WorkerId, Member] = {}
-        """Who is asked, whatever else it says, until it has answered."""
+        """Who is asked, whatever else it sends, until it has answered."""
         self._fleet = FleetView()
         self._placer = Placer(settings, policy_named(settings))
         self.asks_directory = settings.policy not in POLICIES
@@ -167,11 +167,11 @@ class SchedulerCore:
     def place(
         self, request: PlaceRequest, now_ms: int, holders: tuple[HolderPrefix, ...] | None = ()
     ) -> Placement | Refused:
-        """Choose the workers of one attempt (`placement.place`). `holders` None: nobody has said who they are."""
+        """Choose the workers of one attempt (`placement.place`). `holders` None: nobody has reported who they are."""
         return self._placer.place(Case(request, now_ms, self._fleet, self._suspects(now_ms), holders))
 
     def leave(self, message: LeaveMesh, now_ms: int) -> LeaveAnswered:
-        """Say whether a worker may leave. One that does is given nothing new from now on: of two that could stand in
+        """Return whether a worker may leave. One that does is given nothing new from now on: of two that could stand in
         for each other and ask at once, one is refused."""
         member = self._member(message.worker_id, message.incarnation)
         if member is None:
@@ -248,7 +248,7 @@ class SchedulerCore:
             case PingUnserved():
                 gap_ms = self._settings.ping_interval_ms // SECOND_PING_SHARE
                 is_gone = member.peer.is_gone(ping.sent_ms, self._detector, now_ms, gap_ms)
-                # One that has never answered may serve no pings at all; its silence tells of its end.
+                # One that has never answered may serve no pings at all; its silence shows its end.
                 if is_gone and member.serves_pings:
                     return [self._declare(ping.worker_id, LeftReason.DIED, now_ms)]
                 if member.peer.unserved_ms is not None:
@@ -258,7 +258,7 @@ class SchedulerCore:
         return []
 
     def _declare(self, worker_id: WorkerId, reason: LeftReason, now_ms: int) -> SayLeft:
-        """Say of a known worker that it has left."""
+        """Declare that a known worker has left."""
         incarnation = self._members[worker_id].worker.info.incarnation
         left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason=reason)
         self._leave(left, now_ms)
@@ -282,7 +282,7 @@ class SchedulerCore:
         self.wake_ms = min(self.wake_ms, member.next_ping_ms)
 
     def _overdue_ms(self, now_ms: int) -> int:
-        """Return when the next worker will be overdue if it says nothing more."""
+        """Return when the next worker will be overdue if it sends nothing more."""
         limit_ms = OVERDUE_PINGS * self._settings.ping_interval_ms
         left_ms = (limit_ms - self._detector.quiet_ms(m.peer.seen_ms, now_ms) for m in self._members.values())
         return now_ms + max(LOOK_GAP_MS, next((left for left in left_ms if left > 0), limit_ms))
@@ -300,7 +300,7 @@ class SchedulerCore:
         }
 
     def _quiet(self, limit_ms: int, now_ms: int) -> Iterator[tuple[WorkerId, Member]]:
-        """Return who has said nothing for so long."""
+        """Return who has sent nothing for so long."""
         for worker_id, member in self._members.items():
             if self._detector.quiet_ms(member.peer.seen_ms, now_ms) < limit_ms:
                 break

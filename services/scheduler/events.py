@@ -1,6 +1,7 @@
 """The words of `core.py`: what can happen to the fleet, and what the service is asked to do about it.
 
-What workers say of themselves are events as they stand: `WorkerJoined`, `WorkerLoad`, `WorkerDraining`, `WorkerLeft`.
+What workers report of themselves are events as they stand: `WorkerJoined`, `WorkerLoad`, `WorkerDraining`,
+`WorkerLeft`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from services.presence import BusConnected
 
 @dataclass(frozen=True, slots=True)
 class SendPing:
-    """Ping this worker. What comes of it must be told, with the ping: answered, unserved or unanswered."""
+    """Ping this worker. What comes of it must be reported, with the ping: answered, unserved or unanswered."""
 
     worker_id: WorkerId
     incarnation: str
@@ -23,7 +24,7 @@ class SendPing:
 
 @dataclass(frozen=True, slots=True)
 class SayLeft:
-    """Say on a worker's behalf that it has left."""
+    """Publish on a worker's behalf that it has left."""
 
     left: WorkerLeft
 
@@ -31,7 +32,7 @@ class SayLeft:
 @dataclass(frozen=True, slots=True)
 class ProveBus:
     """Send a message through the broker to ourselves: somebody's silence is about to matter. What comes of it must be
-    told."""
+    reported."""
 
 
 # What can happen to the fleet.
@@ -39,7 +40,7 @@ class ProveBus:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEnded:
-    """The broker says that a connection has ended, which called itself by this name. A reason to ask, and no proof:
+    """The broker reports that a connection has ended, which called itself by this name. A reason to ask, and no proof:
     anybody may take a name, and whoever has lost its connection may come back."""
 
     name: str
@@ -56,7 +57,7 @@ class PingAnswered:
 
 @dataclass(frozen=True, slots=True)
 class PingUnserved:
-    """The broker says that nobody serves this worker's pings."""
+    """The broker answers that nobody serves this worker's pings."""
 
     ping: SendPing
 

@@ -30,12 +30,12 @@ class SchedulerMetrics:
         self._metrics.inc(names.POLICY_FALLBACKS)
 
     def left(self, left: WorkerLeft) -> None:
-        """It was said of a worker that it has left."""
+        """It was reported of a worker that it has left."""
         self._metrics.inc(names.WORKERS_LEFT, left.reason)
 
     def _sample(self) -> None:
         known = Counter((worker.role, worker.state) for worker in self._core.standing(now_ms()))
-        # A role that nobody has is told as 0: what is not there cannot raise an alert.
+        # A role that nobody has is reported as 0: what is not there cannot raise an alert.
         self._metrics.set_series(names.WORKERS_KNOWN, {**{(role, "ready"): 0 for role in ROLES}, **known})
 
 

@@ -1,4 +1,4 @@
-"""The time that a scheduler tells: its machine's, or, beside a scheduler that has lived longer, that one's."""
+"""The time that a scheduler gives: its machine's, or, beside a scheduler that has lived longer, that one's."""
 
 import secrets
 import time
@@ -17,7 +17,7 @@ class OldestClock:
         self._token = secrets.token_hex(8)
         self._began_ns = time.monotonic_ns()
         self._older_ns: int | None = None
-        """When an older scheduler was last heard."""
+        """When an older scheduler was last seen."""
 
     async def answer_time(self, _: Received[AskTime]) -> TimeAnswered:
         """Answer a service, or another scheduler."""
@@ -27,7 +27,7 @@ class OldestClock:
         return TimeAnswered(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self._token)
 
     def follows(self, answer: TimeAnswered) -> bool:
-        """Say whether this scheduler goes by the one that has told the time; both decide alike."""
+        """Return whether this scheduler goes by the one that has answered; both decide alike."""
         follows = is_older(answer, self._age_ms(), self._token)
         if follows:
             self._older_ns = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Runs the scheduler: brings its core what is heard of the fleet, carries out what it decides, answers placements."""
+"""Runs the scheduler: brings its core what the fleet publishes, carries out what it decides, answers placements."""
 
 import asyncio
 import logging
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 FLEET_SUBJECTS: tuple[Subject[Any, None], ...] = (
     subjects.JOINED, subjects.LOAD, subjects.BEAT, subjects.DRAINING, subjects.LEFT,
 )  # fmt: skip
-"""What is said on these is an event of the core as it stands."""
+"""What is published on these is an event of the core as it stands."""
 
 
 async def run_scheduler(
@@ -115,7 +115,7 @@ class Scheduler:
         self._note_connects()
 
     async def listen(self) -> None:
-        """Hear the fleet, and answer what is asked."""
+        """Listen to the fleet, and answer what is asked."""
         for subject in FLEET_SUBJECTS:
             await self._bus.listen(self._tasks, subject, ("*",), self._received)
         await keep_traces(self._bus, self._tasks, self._telemetry)
@@ -149,7 +149,7 @@ class Scheduler:
             task.cancel()
 
     async def _receive_ends(self, ends: Subscription) -> None:
-        """Where the broker does not say it, those who are quiet are asked all the same."""
+        """Where the broker does not report it, those who are quiet are asked all the same."""
         async for end in ends:
             self._take_in(ConnectionEnded(name_of(end.payload)))
 
@@ -229,7 +229,7 @@ class Scheduler:
         try:
             alive = await self._bus.ask(subjects.PING, (ping.worker_id,), PingWorker(), self._ping_timeout_s)
         except NoRespondersError:
-            self._note_connects()  # what the broker says shortly after a reconnection proves nothing
+            self._note_connects()  # what the broker answers shortly after a reconnection proves nothing
             self._take_in(PingUnserved(ping))
         except BusError:
             self._take_in(PingUnanswered(ping))

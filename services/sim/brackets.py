@@ -1,6 +1,6 @@
 """A grammar for the simulated model's tokens, which are no text: brackets that match. Pure.
 
-An answer opens, opens further, says something or closes until all is closed, and ends. What remembers nothing between
+An answer opens, opens further, writes something or closes until all is closed, and ends. What remembers nothing between
 tokens cannot be wrong after a resume: what the simulator looks for is an engine that has not been given all of them.
 """
 
@@ -18,7 +18,7 @@ from services.gateway.api.constraints import Constraint, understand
 _TEXT = re.compile(r"brackets ([1-9])")
 _KINDS = 6
 _OPENS, _CLOSES = 1, 5
-"""What a token's id, divided by `_KINDS`, leaves. The others are said within brackets."""
+"""What a token's id, divided by `_KINDS`, leaves. The others stand within brackets."""
 
 
 class Brackets:
@@ -76,7 +76,7 @@ class BracketGrammars:
 
 
 def is_document(answer: Seq[int], max_depth: int, eos: int) -> bool:
-    """Say whether a whole answer is brackets that match, around everything, and then ends."""
+    """Return whether a whole answer is brackets that match, around everything, and then ends."""
     text = "".join({_OPENS: "(", _CLOSES: ")"}.get(token % _KINDS, ".") for token in answer[:-1])
     for _ in range(max_depth):
         text = re.sub(r"\(\.*\)", ".", text)

@@ -47,7 +47,7 @@ class FaultActor:
         mesh, conditions = self._mesh, self._mesh.broker.conditions
         conditions.loss = conditions.duplication = conditions.reordering = 0.0
         conditions.delay_s = (0.0001, 0.001)
-        # What a partition holds back is on its way already, and what is said later comes after it.
+        # What a partition holds back is on its way already, and what is sent later comes after it.
         until_s = max(conditions.held_until_s.values(), default=0.0)
         await asyncio.sleep(max(until_s - asyncio.get_running_loop().time(), 0.0))
         conditions.held_until_s.clear()

@@ -205,7 +205,7 @@ class SimMesh:
             self.loop.resume(service.process)
 
     def woken_since(self, time_s: float) -> bool:
-        """Say whether a process was paused at this time, or has been resumed since."""
+        """Return whether a process was paused at this time, or has been resumed since."""
         return self._woken_s >= time_s
 
     def living(self, target: str) -> list[Service]:

@@ -5,7 +5,7 @@ decision depends on is coarse (`platform/coarse.py`): engines keep a model's pac
 Clients speak to a gateway's request cores without HTTP: tokenizing and writing text are not part of this.
 
 Where `charge` is set, the CPU time that scheduler, directory and each gateway take here passes in virtual time as well:
-each is busy meanwhile, as one process on such a core would be, and what it says leaves after its work. Else only
+each is busy meanwhile, as one process on such a core would be, and what it sends leaves after its work. Else only
 messages' delays pass, and the same seed gives the same virtual figures.
 """
 

@@ -201,7 +201,7 @@ class World:
         await self._until(
             lambda: all(exchange.is_over for _, exchange in self.exchanges), REST_WITHIN_S, _STILL_ANSWERS
         )
-        # What a client has kept while the broker was away is said when it is connected again.
+        # What a client has kept while the broker was away is sent when it is connected again.
         await self._until(lambda: self.broker.has_all, REST_WITHIN_S, "not all clients of the broker came back")
         # `held` keeps the result of the last look, to be recorded at the end.
         held: list[Held] = []
@@ -260,7 +260,7 @@ class World:
         return SimLoop(self.clock, self._new_rng())
 
     def _is_ready(self) -> bool:
-        """Say whether gateways serve, and schedulers on machines with other clocks have agreed on one."""
+        """Return whether gateways serve, and schedulers on machines with other clocks have agreed on one."""
         services, now_ns = self.mesh.services.values(), self.clock.now_ns
         serves = all(s.app is not None for s in services if s.role == "gateway") and self.clock.now_s > 1.0
         dates = [s.dates.date_ns(s.process.clock.monotonic_ns(now_ns)) for s in services if s.dates is not None]

@@ -49,7 +49,7 @@ class Backing:
 
     @property
     def is_up(self) -> bool:
-        """Say whether it has not failed just now."""
+        """Return whether it has not failed just now."""
         return time.monotonic() >= self._paused_until
 
     async def load_blocks(self, keys: Sequence[StoreKey], blocks: Sequence[int]) -> Loaded:

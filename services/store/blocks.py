@@ -75,7 +75,7 @@ class StoreMemory:
         self._forgotten: list[StoreKey] = []
 
     def holds(self, block_hash: BlockHash, tenant: str) -> bool:
-        """Say whether a tenant's block is in memory or behind it."""
+        """Return whether a tenant's block is in memory or behind it."""
         return Content(tenant, block_hash) in self.kept.block_of or key_of(tenant, block_hash) in self.back
 
     # Blocks that are read from workers.
@@ -140,8 +140,8 @@ class StoreMemory:
         return [*given_up, *barred.intersection(written)]
 
     def forget(self, tenant: str | None = None) -> None:
-        """Give up the content of this tenant's blocks, of all for None, also behind memory: `take_forgotten` says what
-        is to be deleted there. What is being written now is given up when that ends."""
+        """Give up the content of this tenant's blocks, of all for None, also behind memory: `take_forgotten` returns
+        what is to be deleted there. What is being written now is given up when that ends."""
         self.kept.forget(tenant)
         unwritten, self._unwritten = self._unwritten, deque[Unwritten]()
         for each in unwritten:
@@ -230,7 +230,7 @@ class StoreMemory:
         """Drop a reference to each of a sequence's blocks; its last are given up before its first."""
         self.kept.release(blocks[::-1])
 
-    # What the others hear.
+    # What the others receive.
 
     def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
         """Return what came to each tier and what went since the last call."""

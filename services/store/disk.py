@@ -178,7 +178,7 @@ class DiskTier:
 
 
 def _pass_over(path: Path) -> None:
-    """Say that something lies where a value was to be: nobody of ours has put it there."""
+    """Log that something lies where a value was to be: nobody of ours has put it there."""
     log.warning("passed over %s: it is no plain file", path)
 
 

@@ -44,7 +44,7 @@ class BackIndex:
                 self._keys.move_to_end(key)
 
     def drop(self, key: StoreKey) -> bool:
-        """Forget a value; say whether it was known."""
+        """Forget a value; return whether it was known."""
         if key not in self._keys:
             return False
         del self._keys[key]

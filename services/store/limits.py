@@ -10,7 +10,7 @@ LOAD_AHEAD = 2
 BATCH_BYTES = 8 << 20
 """About what one call of the tier carries."""
 SCAN_PROGRESS_INTERVAL_S = 5.0
-"""How often a long scan of the disk says how far it is."""
+"""How often a long scan of the disk logs how far it is."""
 
 # Reading from workers.
 

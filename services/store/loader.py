@@ -49,7 +49,7 @@ class Loader:
             self._memory.give_back(blocks)
 
     def is_in_flight(self, block_hash: BlockHash, tenant: str) -> bool:
-        """Say whether a block is being loaded now."""
+        """Return whether a block is being loaded now."""
         return key_of(tenant, block_hash) in self._loads
 
     async def close(self) -> None:

@@ -113,7 +113,7 @@ class ValkeyTier:
                 num_earlier,
                 self._address,
             )
-        # Each use renews the time to live: it tells the order of use.
+        # Each use renews the time to live: it shows the order of use.
         return [Entry(key, self._value_bytes) for key in sorted(ttls_ms, key=ttls_ms.__getitem__)]
 
     def write(self, values: Mapping[StoreKey, Value]) -> None:

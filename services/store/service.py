@@ -103,7 +103,7 @@ class Store:
         )
 
     async def begin_serving(self) -> None:
-        """Serve reads, listen, and say so."""
+        """Serve reads, listen, and announce it."""
         if self._memory.layout.is_windowed:
             log.warning("%s has windowed layers: the store takes none of its KV", self.holder.parts.info.model)
         tasks, holder = self._tasks, self.holder
@@ -145,7 +145,7 @@ class Store:
         return reply
 
     def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
-        """Say whether the block behind the first `num_blocks` of those asked for is being loaded."""
+        """Return whether the block behind the first `num_blocks` of those asked for is being loaded."""
         rest = split_hashes(request.block_hashes)[num_blocks:]
         return bool(rest) and self._loader.is_in_flight(rest[0], request.tenant)
 
@@ -167,7 +167,7 @@ class Store:
         return self.holder.decide(event, cause)
 
     def carried_out(self, event: Event, actions: Sequence[Action]) -> None:
-        """Say what came and what went, and have written what waits for it."""
+        """Publish what came and what went, and have written what waits for it."""
         self.reporter.publish_blocks()
         if self._memory.num_unwritten:
             self._unwritten.set()
@@ -176,7 +176,7 @@ class Store:
         """Nothing more is to be done: what was read is kept."""
 
     def carry_out(self, action: Action) -> None:
-        """Say what could not be taken: nothing is computed here."""
+        """Log what could not be taken: nothing is computed here."""
         assert isinstance(action, NotTaken), "nothing is computed here"
         log.warning("%d blocks of %s were not taken: %s", action.num_blocks, action.worker_id, action.reason)
 
@@ -192,7 +192,7 @@ class Store:
     # What goes by the clock, or by itself.
 
     async def _tick(self) -> None:
-        """Say the load, and end what is over its time."""
+        """Publish the load, and end what is over its time."""
         self.holder.beat()
         while True:
             self.step(TimePassed(), "clock")
@@ -206,7 +206,7 @@ class Store:
             await self._unwritten.wait()
             self._unwritten.clear()
             while (batch := self._memory.start_write(backing.batch_blocks)) is not None:
-                self._on_changed()  # what goes is said before it is gone
+                self._on_changed()  # what goes is published before it is gone
                 written = await backing.write_batch(batch)
                 given_up = self._memory.end_write(batch, written.keys, full=written.full)
                 if written.failed and not written.full:

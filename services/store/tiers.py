@@ -21,7 +21,7 @@ KEY_BYTES = _MARK_BYTES + BLOCK_HASH_BYTES
 
 
 def key_of(tenant: str, block_hash: BlockHash) -> StoreKey:
-    """Return the key of a tenant's block. Keys of two tenants differ, whatever either says of its hashes."""
+    """Return the key of a tenant's block. Keys of two tenants differ, whatever hashes either gives."""
     return StoreKey(block_hash + mark_of(tenant))
 
 

@@ -1,7 +1,7 @@
 """The mesh's clock: dates that mean the same in every process, whatever the machines' own clocks say.
 
 Within a process every time is by its monotonic clock, and deadlines cross the bus as what is left of them. A date is
-made where a time leaves its process as one: in a span, in what a gateway is told of a first token, at the end of a
+made where a time leaves its process as one: in a span, in what a gateway is sent of a first token, at the end of a
 stream of KV. The mesh's clock is that of the scheduler that has lived longest.
 """
 

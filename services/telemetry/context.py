@@ -11,7 +11,7 @@ _LENGTH = 55
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
-    """Return the ids that it says, and whether their trace is sampled; None where it is empty or malformed."""
+    """Return the ids that it has, and whether their trace is sampled; None where it is empty or malformed."""
     return _parse(text) if len(text) == _LENGTH else None  # what is longer is not remembered
 
 
@@ -22,7 +22,7 @@ def _parse(text: str) -> SpanContext | None:
 
 
 def is_sampled(traceparent: str) -> bool:
-    """Say whether the trace of a span is sampled; not where there is no span."""
+    """Return whether the trace of a span is sampled; not where there is no span."""
     context = parse_traceparent(traceparent)
     return context is not None and context.trace_flags.sampled
 

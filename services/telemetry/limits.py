@@ -1,4 +1,4 @@
-"""Limits of what a service says of itself: spans and metrics."""
+"""Limits of what a service reports of itself: spans and metrics."""
 
 MAX_UNSENT = 65_536
 """Spans that wait to be exported; more are dropped, and counted."""
@@ -17,6 +17,6 @@ MAX_SERIES = 512
 MAX_SCRAPES = 16
 """Connections to a service's metrics at a time."""
 SCRAPE_HEAD_S = 5.0
-"""One of them that says nothing for so long is closed."""
+"""One of them that sends nothing for so long is closed."""
 ACCEPT_PAUSE_S = 0.1
 """Where no descriptor is to be had for the next one: so long until it is tried again."""

@@ -96,7 +96,7 @@ class Key:
     """Why a trace that was not sampled was exported after all."""
     BATCH_SIZE = "kvmesh.batch_size"
     NUM_NEW_SEQUENCES = "kvmesh.num_new_sequences"
-    """Of a step's sequences, those that no step here had before; the others are cached, as vLLM says."""
+    """Of a step's sequences, those that no step here had before; the others are cached, as vLLM calls them."""
     NUM_PREEMPTED_SEQUENCES = "kvmesh.num_preempted_sequences"
     """Put aside by the engine in this step, to begin again."""
     NUM_PREFILL_TOKENS = "kvmesh.num_prefill_tokens"

@@ -220,7 +220,7 @@ def open_telemetry(role: str, service: str, mesh: MeshConfig) -> Telemetry:
 
 
 def _resource(role: str, service: str) -> Resource:
-    """Return what describes the process: what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of it goes first."""
+    """Return what describes the process: what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES set goes first."""
     detected = OTELResourceDetector().detect().attributes
     return Resource.create({"service.name": _service_name(role), **detected, "service.instance.id": service})
 

@@ -1,1 +1,1 @@
-"""Who is who on the bus: keys, identities, and what the broker is told of them."""
+"""Who is who on the bus: keys, identities, and what the broker is given of them."""

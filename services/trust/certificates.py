@@ -74,7 +74,7 @@ def new_certificate(hosts: Sequence[str], now: datetime.datetime | None = None) 
 
 def ca_file(folder: Path) -> Path | None:
     """Return the certificate of the CA that lies in a folder of keys; None where there is none. Raises UserError where
-    that cannot be told."""
+    that cannot be known."""
     path = folder / CA_FILE
     try:
         path.lstat()  # a link that leads nowhere is a mistake, not "none"
@@ -109,7 +109,7 @@ class CertificateFile:
         self._loaded = self._seen = self._state()
         self._ends = _first_end(path)
         self._warned_at: datetime.datetime | None = None
-        """When it was last said that the end is near."""
+        """When it was last logged that the end is near."""
         self._say_end()
 
     @property
@@ -147,7 +147,7 @@ class CertificateFile:
         log.warning("%s has changed and was read again, its end is %s", self._path, self._ends)
 
     def _say_end(self) -> None:
-        """Say once a day that the end is near."""
+        """Log once a day that the end is near."""
         now = datetime.datetime.now(datetime.UTC)
         if self._ends is None or self._ends - now > _ENDS_SOON or (self._warned_at and now - self._warned_at < _DAY):
             return
@@ -169,7 +169,7 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def _first_end(path: Path) -> datetime.datetime | None:
-    """Return when the first certificate of a PEM file ends; None where it cannot be told."""
+    """Return when the first certificate of a PEM file ends; None where it cannot be known."""
     try:
         return min(found.not_valid_after_utc for found in x509.load_pem_x509_certificates(path.read_bytes()))
     except (OSError, ValueError):

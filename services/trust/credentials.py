@@ -1,10 +1,10 @@
-"""Who may say whose request it is, and who is a holder.
+"""Who may sign whose request it is, and who is a holder.
 
 A gateway signs each request's id, tenant and deadline with Ed25519; everybody who keeps KV has the gateways' public key
 and takes no such word unsigned, nor one that is over. Its times are by the gateway's own clock, of which a holder knows
-only what the gateway has signed: it was so late, at least, when the holder heard it. Holders know each other by the
-ticket secrets, which no gateway has: a holder that copies blocks for their own sake, without a request behind it, says
-so under them. What signing and verifying take is in docs/benchmarks.md.
+only what the gateway has signed: it was so late, at least, when the holder received it. Holders know each other by the
+ticket secrets, which no gateway has: a holder that copies blocks for their own sake, without a request behind it,
+signs that with them. What signing and verifying take is in docs/benchmarks.md.
 """
 
 import hashlib
@@ -62,13 +62,13 @@ class TenantSigner:
 
 class SignerClocks:
     """How late it is at least by each signer's clock: its time and this process's go on alike, and no word comes before
-    it is said. A word of a signer that was never heard before is always new."""
+    it is sent. A word of a signer that was never seen before is always new."""
 
     def __init__(self) -> None:
         self._ahead_ms: OrderedDict[str, int] = OrderedDict()
 
     def is_over(self, proof: TenantSignature, now_ms: int) -> bool:
-        """Say whether a word that is the signer's is good no more."""
+        """Return whether a word that is the signer's is good no more."""
         ahead_ms = max(proof.signed_ms - now_ms, self._ahead_ms.get(proof.signer, proof.signed_ms - now_ms))
         self._ahead_ms[proof.signer] = ahead_ms
         self._ahead_ms.move_to_end(proof.signer)

@@ -124,7 +124,7 @@ class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def member(self, service_id: str) -> Identity:
         """Return the identity of a service that starts. A gateway's is another one in each of its lives, unless its key
-        is of one name: what a worker has to say to the one before concerns nobody."""
+        is of one name: what a worker has to send to the one before concerns nobody."""
         is_new = self.role is Role.GATEWAY and not self.credentials
         return self.identity(new_id(service_id) if is_new else service_id)
 
@@ -297,7 +297,7 @@ def refuse_readable(path: Path) -> None:
     try:
         mode = path.stat().st_mode & 0o777
     except OSError:
-        return  # whoever reads it says so
+        return  # whoever reads it reports so
     if mode & 0o077 and not takes_readable_keys():
         raise UserError(
             f"others may read the key {path} (mode {mode:03o}): chmod 600 it, or set {READABLE_KEYS}=1 where it is "

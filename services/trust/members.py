@@ -92,7 +92,7 @@ def revoke_member(folder: Path, name: str) -> None:
 
 
 def role_of_member(name: str) -> Role:
-    """Return the role that a member's name says. Raises UserError."""
+    """Return the role that a member's name gives. Raises UserError."""
     kinds = {kind: role for role, kinds in SERVICE_NAMES.items() for kind in kinds} | {role: role for role in GUESTS}
     kind = name.partition("-")[0]
     if kind not in kinds or not is_subject_token(name):

@@ -68,8 +68,8 @@ def operator_token(operator: KeyPair) -> str:
 
 
 def system_token(operator: KeyPair, system: KeyPair) -> str:
-    """Return the broker's own account, of which nobody is a user. Each account may hear which of its own connections
-    have ended, and nothing else."""
+    """Return the broker's own account, of which nobody is a user. Each account may receive the ends of its own
+    connections, and nothing else."""
     ends = {"subject": _ENDS.format("*"), "type": "stream", "account_token_position": 3}
     return _sign(operator, public(system), "system", "account", {"limits": _ACCOUNT_LIMITS, "exports": [ends]})
 
@@ -104,7 +104,7 @@ def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | Non
 
 
 class User(msgspec.Struct, frozen=True):
-    """What a user's token says: its name, its public key, and in Unix time when it was made and when it ends."""
+    """What a user's token has: its name, its public key, and in Unix time when it was made and when it ends."""
 
     name: str
     sub: str

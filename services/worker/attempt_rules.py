@@ -179,6 +179,6 @@ def may_wait_no_longer(attempts: Attempts, attempt: Attempt, _: DrainOver, now_m
 
 
 def fenced(attempts: Attempts, attempt: Attempt, event: Fenced, now_ms: int) -> list[Action]:
-    """Others take this worker for dead: end all, and tell no gateway."""
+    """Others take this worker for dead: end all, and notify no gateway."""
     attempt.answer, attempt.replica_offer = SentAnswer(), None
     return attempts.end_attempt(attempt, event.reason, now_ms)

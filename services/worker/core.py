@@ -170,7 +170,7 @@ class AttemptCore(Attempts):
         return [] if attempt is None or self._is_unfit(attempt, event) else self._apply(attempt, event, now_ms)
 
     def _is_unfit(self, attempt: Attempt, event: HandoffMessage) -> bool:
-        """Say whether an event is not of the request, the attempt and the two workers that the gateway has named, or
+        """Return whether an event is not of the request, the attempt and the two workers that the gateway has named, or
         for the other one of these. Such events are counted."""
         ours = handoff_fields(attempt.request, self.limits.worker_id)
         theirs = (event.request_id, event.attempt, event.source_worker, event.target_worker)
@@ -183,7 +183,7 @@ class AttemptCore(Attempts):
     # Events that mean something beside the table, too.
 
     def _asked(self, event: AttemptAsked, now_ms: int) -> list[Action]:
-        """Take an attempt, or say why not."""
+        """Take an attempt, or answer why not."""
         attempt = self.take(event, now_ms)
         if isinstance(attempt, Refused):
             return [SendReply(attempt)]

@@ -36,7 +36,7 @@ class EngineFeed:
         self._post = post
         self._step = step
         self._ungiven: dict[AttemptKey, tuple[Submit, LayerListener | None]] = {}
-        """Those whose grammar is still being understood, and who hears of their layers."""
+        """Those whose grammar is still being understood, and who is notified of their layers."""
         self.engine = parts.make_engine(
             EngineCallbacks(
                 on_step=partial(post, self._on_step),

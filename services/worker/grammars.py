@@ -14,7 +14,7 @@ from services.holder.limits import MAX_RECEIVED_GRAMMAR_CHARACTERS
 
 
 class ReceivedGrammars:
-    """Those that one worker was told. They are known by what they say: whoever's a text is, its digest is its own."""
+    """Those that one worker was sent. They are known by their content: whoever's a text is, its digest is its own."""
 
     def __init__(self, bus: TypedBus, worker_id: WorkerId, timeout_s: float) -> None:
         self._bus = bus

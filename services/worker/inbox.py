@@ -1,4 +1,4 @@
-"""The messages that a worker hears: of each subject, what is done with it."""
+"""The messages that a worker receives: of each subject, what is done with it."""
 
 import asyncio
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _IN_LINE = (RunStage.QUEUED, RunStage.WAITING, RunStage.RESERVED)
 
 
 def _events_of(me: WorkerId) -> Iterable[tuple[Subject[Any, None], tuple[str, ...]]]:
-    """Return the messages that are events as they are, beside those that every holder hears."""
+    """Return the messages that are events as they are, beside those that every holder receives."""
     as_source, as_target = (me, "*", "*"), ("*", me, "*")
     return (
         (subjects.RESERVED, as_source),
@@ -58,7 +58,7 @@ class Inbox:
         await self._worker.holder.subscribe_all(tasks)
 
     async def _on_run(self, received: Received[RunAttempt]) -> AttemptAccepted | Refused:
-        """Begin an attempt, or say why not."""
+        """Begin an attempt, or answer why not."""
         request = received.message
         reply: AttemptAccepted | Refused | None = self._worker.holder.unsigned(request)
         if reply is None:
@@ -74,7 +74,7 @@ class Inbox:
         return reply
 
     async def _on_progress(self, received: Received[AskProgress]) -> Progress:
-        """Say what an attempt has come to here."""
+        """Answer what an attempt has come to here."""
         self._worker.holder.look_at_the_clock()
         asked, key = received.message, (received.message.request_id, received.message.attempt)
         attempt, answer = self._core.records.get(key), self._core.answer_of(key)

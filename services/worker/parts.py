@@ -48,8 +48,8 @@ class WorkerParts(HolderParts):
 
 
 def info_of(limits: WorkerLimits, role: WorkerRole, model: str, incarnation: str, device: str = CPU) -> WorkerInfo:
-    """Return who a worker is, as far as that is known before it serves. `device`: what its engine runs on, as is said
-    of it: "cpu", or its number and name."""
+    """Return who a worker is, as far as that is known before it serves. `device`: what its engine runs on, as is
+    reported: "cpu", or its number and name."""
     return WorkerInfo(
         worker_id=limits.worker_id,
         incarnation=incarnation,

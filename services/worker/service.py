@@ -1,4 +1,4 @@
-"""Runs one worker until it is told to stop."""
+"""Runs one worker until it is asked to stop."""
 
 import asyncio
 import sys
@@ -28,8 +28,8 @@ async def run_worker(
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
 ) -> bool | None:
-    """Serve until `stop` is set, or an operator says so; then leave in order. Takes ownership of the parts' arena.
-    Return whether an operator wants it to be started again; None: no operator has told it to leave."""
+    """Serve until `stop` is set, or an operator asks for it; then leave in order. Takes ownership of the parts' arena.
+    Return whether an operator wants it to be started again; None: no operator has asked it to leave."""
     # The engine's thread shares the interpreter with the event loop: at Python's 5 ms each hop of a hand-over may wait.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics = metrics or Metrics(parts.worker_id)

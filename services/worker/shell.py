@@ -1,7 +1,7 @@
 """The shell around a worker's cores: brings them what happens, and carries out what they decide, in order.
 
-Cores run on the event loop only. The engine's and the plane's threads post what they have to say to the loop. The rest
-of this package calls the shell's methods, and has no part of its state.
+Cores run on the event loop only. The engine's and the plane's threads post what they have to report to the loop. The
+rest of this package calls the shell's methods, and has no part of its state.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class Worker:
             load=self._loads.load, requests=self._loads.requests,
         )  # fmt: skip
         self._changed = asyncio.Event()
-        """Set when the load is to be told."""
+        """Set when the load is to be published."""
         self._idle = asyncio.Event()
         """Set while the worker is idle, as of the last decision."""
         self._stored = asyncio.Event()
@@ -141,7 +141,7 @@ class Worker:
         self.asked_to_leave = asyncio.Event()
         """Set once it is to leave, by an operator or its process."""
         self.comes_again: bool | None = None
-        """Whether an operator wants it to be started again; None: no operator has told it to leave."""
+        """Whether an operator wants it to be started again; None: no operator has asked it to leave."""
 
     # From the start to the end.
 
@@ -153,7 +153,7 @@ class Worker:
         self.engine.start_engine()
 
     async def may_leave(self, *, forced: bool) -> LeaveAnswered:
-        """Return what the scheduler says to our leaving; without one nobody is known who could go on with what runs."""
+        """Return the scheduler's answer to our leaving; without one nobody is known who could go on with what runs."""
         me, incarnation = self.holder.parts.worker_id, self.holder.blocks.incarnation
         message = LeaveMesh(worker_id=me, incarnation=incarnation, forced=forced)
         try:
@@ -162,7 +162,7 @@ class Worker:
             return LeaveAnswered(refusal=f"no scheduler says who else is there ({error.reason})", is_last=True)
 
     async def drain(self, message: DrainWorker) -> DrainAnswered:
-        """Begin to leave, as an operator has asked for, or say why not."""
+        """Begin to leave, as an operator has asked for, or answer why not."""
         answer = LeaveAnswered()
         was_leaving = self.asked_to_leave.is_set()
         if not was_leaving:
@@ -207,7 +207,7 @@ class Worker:
             await self._until_unasked(settings.leave_s)
 
     async def _heat_of(self, contents: list[Content]) -> bytes:
-        """Return how often each of these blocks was asked for, as the directory says; nothing, if it does not."""
+        """Return how often each of these blocks was asked for, as the directory answers; nothing, if it does not."""
         me = self.holder.parts.worker_id
         question = AskHeat(worker_id=me, block_hashes=join_hashes([content.block_hash for content in contents]))
         try:
@@ -250,7 +250,7 @@ class Worker:
         self.step(DrainOver(), "drain")
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Say whether nothing runs here and nobody reads or is to read, at the latest after `timeout_s` seconds."""
+        """Return whether nothing runs here and nobody reads or is to read, at the latest after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._is_idle:  # a lease may have been granted since `_idle` was set
@@ -288,7 +288,7 @@ class Worker:
         self._publish_candidates()
 
     def _publish_candidates(self) -> None:
-        """Say which blocks will go soon and have not been named yet, while room is scarce."""
+        """Publish which blocks will go soon and have not been named yet, while room is scarce."""
         if self._cache.num_free * CANDIDATE_SHARE >= self._cache.num_blocks:
             self._candidates.clear()
             return
@@ -340,7 +340,7 @@ class Worker:
             self._num_waiting -= 1
 
     def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
-        """Say whether the block behind the first `num_blocks` of those asked for is being computed here."""
+        """Return whether the block behind the first `num_blocks` of those asked for is being computed here."""
         rest = request.block_hashes[num_blocks * BLOCK_HASH_BYTES :]
         if not (rest and self._config.worker.wait_for_duplicates and self._cache.keeps_what_is_computed):
             return False
@@ -350,12 +350,12 @@ class Worker:
     # What others ask.
 
     def report_load(self) -> None:
-        """Tell the load. What changes from now on ends the next `wait_for_change`."""
+        """Publish the load. What changes from now on ends the next `wait_for_change`."""
         self._changed.clear()
         self.reporter.publish_load(now_ms())
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Return once there is a load to tell, at the latest after `timeout_s` seconds."""
+        """Return once there is a load to publish, at the latest after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -415,7 +415,7 @@ class Worker:
             )
 
     def fenced(self) -> None:
-        """All has ended, and this worker has joined anew: its load is to be told."""
+        """All has ended, and this worker has joined anew: its load is to be published."""
         self._changed.set()
 
     @property

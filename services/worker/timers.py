@@ -44,7 +44,7 @@ class Timers:
             tasks.create_task(self._ask_gateways(), name="wanted")
 
     async def _report_load(self) -> None:
-        """Say the load soon after a change, and else that the worker lives, or its load, in turn."""
+        """Publish the load soon after a change, and else that the worker lives, or its load, in turn."""
         while True:
             with logging_failures("reporting the load"):
                 self._worker.report_load()

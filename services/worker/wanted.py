@@ -15,7 +15,7 @@ from services.times import Times
 
 @dataclass(slots=True, frozen=True)
 class AskGateway:
-    """Ask this gateway whether it still wants these. What comes of it must be told: `GatewayAnswered`,
+    """Ask this gateway whether it still wants these. What comes of it must be reported: `GatewayAnswered`,
     `GatewayUnanswered` or `GatewayUnserved`."""
 
     gateway_id: GatewayId
@@ -42,7 +42,7 @@ class GatewayUnanswered:
 
 @dataclass(slots=True, frozen=True)
 class GatewayUnserved:
-    """The broker says that the gateway is not there."""
+    """The broker answers that the gateway is not there."""
 
     question: AskGateway
 
@@ -51,7 +51,7 @@ WantedEvent = GatewayAnswered | GatewayUnanswered | GatewayUnserved | BusConnect
 
 
 class WantedCore:
-    """What has been asked of the gateways and what they said. `wanted_by` returns the attempts that go on here, and
+    """What has been asked of the gateways and what they answered. `wanted_by` returns the attempts that go on here, and
     whose they are."""
 
     def __init__(self, wanted_by: Callable[[], dict[AttemptKey, GatewayId]], times: Times) -> None:

@@ -1,7 +1,7 @@
 """Paged attention over an arena, as transformers' attention function: ours are the KV and the batch, theirs the model.
 
 A step is a flat ragged batch: the tokens of all its items in one row. Per layer the new keys and values go into the
-arena, the layer listeners hear of it (a transfer overlaps with the attention), and each item attends over its own
+arena, the layer listeners are notified (a transfer overlaps with the attention), and each item attends over its own
 slots, read in place where they are contiguous, gathered where they are not. Attention is PyTorch's own. On the
 CPU only sliding-window layers past their window take a mask: a prefill chunk is causal attention over itself merged
 with unmasked attention over its past, through their log-sum-exps (Milakov and Gimelshein, Online normalizer
@@ -34,7 +34,7 @@ HARMLESS_ARGUMENTS = frozenset({"position_ids", "position_embeddings", "is_causa
 _flash = cast(Callable[..., tuple[Tensor, Tensor]], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
 """(q [b, h, n, d], k and v [b, kv_h, m, d]) → (output [b, h, n, d], log-sum-exp [b, h, n] in float32).
 
-What scaled_dot_product_attention itself calls on the CPU; only here does it tell the log-sum-exp. kv_h divides h.
+What scaled_dot_product_attention itself calls on the CPU; only here does it return the log-sum-exp. kv_h divides h.
 """
 
 
@@ -159,7 +159,7 @@ class StepAttention:
             values.index_copy_(0, single_slots, value[self._single_rows])
 
     def _announce(self, layer: int) -> None:
-        """Tell the layer listeners that their tokens' keys and values are written, or will be by a mark."""
+        """Notify the layer listeners that their tokens' keys and values are written, or will be by a mark."""
         written = [(plan.item.sequence.layer_listener, plan.end) for plan in self._plans]
         mark = self._mark() if self._mark and any(listener for listener, _ in written) else 0
         for listener, end in written:

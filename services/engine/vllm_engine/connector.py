@@ -96,7 +96,7 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
         self._link.save(layer_of(layer_name))
 
     def wait_for_save(self) -> None:
-        if sys.exception() is None:  # it is called after a step that has failed, too: then that error is to be told
+        if sys.exception() is None:  # it is called after a step that has failed, too: then that error is to be reported
             self._link.check_saved()
 
 

@@ -119,7 +119,7 @@ def packing(dtype: str, block_size: int, head_dim: int, machine: str, cpu_flags:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Return what the processor can do, as Linux tells; elsewhere nothing."""
+    """Return what the processor can do, as Linux reports; elsewhere nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -56,7 +56,7 @@ class EngineLink:
         self.on_logits: Callable[[npt.NDArray[np.float32]], None] | None = None
         """Sees the logits [sequences, vocab] that tokens are chosen from."""
         self.on_begin: Callable[[Seq[int]], None] = lambda _: None
-        """Hears whom a step computes that is planned."""
+        """Called with whom a step computes that is planned."""
         self._half = layout.block_size * layout.token_bytes
         self._planes: list[tuple[Pages, Pages]] = []
         self.use(shape, arena)
@@ -145,7 +145,7 @@ class EngineLink:
             raise EngineLostError(f"vLLM saved layers {self._saved}, not each of {self.layout.num_layers} in order")
 
     def saved_is_intact(self) -> bool:
-        """Say whether what the last step saved is still what vLLM has."""
+        """Return whether what the last step saved is still what vLLM has."""
         return all(
             np.array_equal(self._planes[layer][part][arena : arena + count], half)
             for copies in self.step

@@ -35,7 +35,7 @@ DEFAULTS = {"enforce_eager": True, "use_tqdm_on_load": False}
 
 
 class LoadedVllm(NamedTuple):
-    """`device`: what is said of where it runs."""
+    """`device`: what is reported of where it runs."""
 
     steps: VllmSteps
     device: str

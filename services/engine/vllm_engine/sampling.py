@@ -1,8 +1,8 @@
 """Our sampling over vLLM's logits: one definition of what is drawn, for every engine.
 
-vLLM is always told to take the best token, and of nothing that changes its logits before this processor sees them. It
-chooses with `services.engine.sampler` and leaves the chosen token alone, so that an answer's tokens depend neither on
-the batch nor on the attempt. What was chosen, or why nothing was, stands in the link.
+vLLM is always asked to take the best token, and given nothing that changes its logits before this processor sees
+them. It chooses with `services.engine.sampler` and leaves the chosen token alone, so that an answer's tokens depend
+neither on the batch nor on the attempt. What was chosen, or why nothing was, stands in the link.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -20,7 +20,7 @@ EXTRA_KEY = "kvmesh"
 
 
 class MeshSampling(LogitsProcessor):
-    """A request says in its `extra_args` our name of its sequence."""
+    """A request has in its `extra_args` our name of its sequence."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The steps of vLLM: it decides what a step computes; what came of it is told as of any engine."""
+"""The steps of vLLM: it decides what a step computes; what came of it is reported as of any engine."""
 
 import time
 from collections import deque
@@ -42,7 +42,7 @@ class LocalEngine(Protocol):
 
 
 class VllmSteps:
-    """As `Steps`. A step that raises is vLLM's end: it does not say what it had done until then.
+    """As `Steps`. A step that raises is vLLM's end: it does not report what it had done until then.
 
     vLLM serves first come first served. So it is given what its next step can compute, tenants in turn, and the rest
     waits here.
@@ -145,7 +145,7 @@ class VllmSteps:
         return True
 
     def clear(self) -> None:
-        """Take all out. vLLM is not told: no step follows."""
+        """Take all out. vLLM is not notified: no step follows."""
         self._lines.clear()
         for number in list(self._names):
             self._forget(number)
@@ -201,7 +201,7 @@ class VllmSteps:
         )
 
     def _take(self, output: Output, sampled: list[SampledToken], failed: list[FailedSequence]) -> None:
-        """Take in what vLLM says of one request. Raises EngineLostError where it is not what was chosen here, or not
+        """Take in what vLLM returns of one request. Raises EngineLostError where it is not what was chosen here, or not
         what the request's rules say."""
         sequence, name = self._link.sequences.get(output.request_id), output.request_id
         if sequence is None:
@@ -239,7 +239,7 @@ class VllmSteps:
 
 
 def _prompt_logprobs(sequence: Sequence, found: Seq[Any]) -> list[TokenLogprob]:
-    """Return a prompt's logprobs as ours. `found`: vLLM's, by position, a token's id to what it says of it; None at
+    """Return a prompt's logprobs as ours. `found`: vLLM's, by position, a token's id to what it returns of it; None at
     the first, before which there is nothing. Which of several equal ones are among the likeliest is its choice."""
     num_top = sequence.sampling.prompt_logprobs or 0
     logprobs: list[TokenLogprob] = []

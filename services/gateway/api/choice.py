@@ -101,7 +101,7 @@ class Choice:
     num_sent: int = 0
     """So many of the tokens belong to events that were made."""
     num_characters: int = 0
-    """So long are the texts of the tokens whose logprobs were told."""
+    """So long are the texts of the tokens whose logprobs were returned."""
     has_begun: bool = False
     """An event was made of it."""
     pieces: list[Piece] = field(default_factory=list[Piece])
@@ -167,12 +167,12 @@ class Choice:
 
     @property
     def _next_unsent(self) -> int:
-        """Where among the tokens the first one is that no event has told of, and that is told at all."""
+        """Where among the tokens the first one is that no event has yet, and that is sent at all."""
         return self.num_sent if self.tells_reasoning else max(self.num_sent, self.num_reasoning)
 
     @property
     def _may_be_thoughts(self) -> bool:
-        """The tokens are not told, or not yet: that they are no thoughts is not certain."""
+        """The tokens are not sent, or not yet: that they are no thoughts is not certain."""
         thoughts = self.reader.thoughts
         return not self.tells_reasoning and thoughts is not None and not thoughts.is_over and not self.finish_reason
 

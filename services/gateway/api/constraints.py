@@ -1,4 +1,4 @@
-"""What clients say an answer must be (OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`), as one
+"""What clients require an answer to be (OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`), as one
 grammar for the workers.
 
 What was written is bounded here, before anything looks into it (`constraint_of`). It is understood (`understand`) in a
@@ -167,7 +167,7 @@ def understand(constraint: Constraint, check: CheckGrammar) -> str:
         for name, schema in calls.schemas:
             schemas[name] = msgspec.json.decode(schema)
             check_schema(schemas[name], name)
-    # Check the whole. Its error does not say which schema is at fault: try each schema alone to name field and place.
+    # Check the whole. Its error does not name the schema at fault: try each schema alone to name field and place.
     grammar = joined(list(map(_in_rust, grammars)), constraint.thoughts, behind_space=constraint.behind_space)
     try:
         check(grammar)
@@ -198,7 +198,7 @@ def check_together(constraint: Constraint, *, ignore_eos: bool, allowed_token_id
 
 
 def joined(grammars: Sequence[str], thoughts: Thoughts | None, *, behind_space: bool = False) -> str:
-    """Return a grammar of an answer that is as any one of these, in Lark, says; before it the model's thoughts, and
+    """Return a grammar of an answer that fits any one of these, in Lark; before it the model's thoughts, and
     before all a space where the answer's text has it not."""
     if thoughts is None and len(grammars) == 1 and not behind_space:
         return grammars[0]

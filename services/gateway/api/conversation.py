@@ -91,7 +91,7 @@ def answer_to(
 ) -> tuple[OutputParser, Constraint | None]:
     """Return how the answer to a chat's prompt is taken apart, and what it must be; None: any text.
 
-    `form`: in which the model writes calls. `document`: what the body says of the answer's text. Raises
+    `form`: in which the model writes calls. `document`: what the body asks of the answer's text. Raises
     InvalidRequestError.
     """
     # Where no call may come no form is needed. Where one may come, refuse a model whose form of calls is unknown.

@@ -24,8 +24,8 @@ JSON = "/schema/openapi.json"
 class Described(NamedTuple):
     """A route as Litestar does not know it: what it takes and gives is decoded and encoded by ourselves.
 
-    `statuses`: of its errors, beside those that every route has. `told`: those that say more than an error. `streams`:
-    the answer may be a stream of events.
+    `statuses`: of its errors, beside those that every route has. `with_reply`: those whose answer is `reply`, no error.
+    `streams`: the answer may be a stream of events.
     """
 
     reply: object
@@ -36,7 +36,7 @@ class Described(NamedTuple):
 
 
 def describe(openapi: OpenAPI, routes: Mapping[str, Described]) -> None:
-    """Say what each path takes, and every answer that it gives."""
+    """Describe what each path takes, and every answer that it gives."""
     named = (kind for one in routes.values() for kind in (one.body, one.reply) if kind is not None)
     by_kind, models = _components((*named, ErrorReply))
     cast(dict[str, Any], openapi.components.schemas).update(models)

@@ -28,7 +28,7 @@ from services.gateway.api.json_schema import CheckGrammar
 
 
 class LoadTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The first that is said: a tokenizer in JSON, and what ends an answer."""
+    """The first that is sent: a tokenizer in JSON, and what ends an answer."""
 
     tokenizer: str
     vocab_size: int
@@ -58,7 +58,7 @@ class Understood(msgspec.Struct, frozen=True, array_like=True):
 
 
 def receive_all(sock: socket.socket) -> bytes:
-    """Return what comes until the other side has said all. Raises OSError."""
+    """Return what comes until the other side has sent all. Raises OSError."""
     return b"".join(iter(partial(sock.recv, 1 << 16), b""))
 
 

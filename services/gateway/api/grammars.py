@@ -105,7 +105,7 @@ class GrammarProcess:
         raise InvalidRequestError(message, param, constraint.code)
 
     def _ask(self, order: bytes, timeout_s: float) -> Understood | None:
-        """Return what a copy of the process says; an empty answer where it has come to a limit; None where the process
+        """Return the answer of a copy of the process; an empty one where it has come to a limit; None where the process
         itself has ended. Raises OSError."""
         ours, theirs = socket.socketpair()
         with ours:
@@ -125,7 +125,7 @@ class GrammarProcess:
             except TimeoutError:
                 child.end_process()
                 raise
-        with contextlib.suppress(msgspec.DecodeError):  # it was ended as it said something, or before
+        with contextlib.suppress(msgspec.DecodeError):  # it was ended as it sent something, or before
             return msgspec.msgpack.decode(answer, type=Understood)
         return None if child.ends_soon() else Understood()
 

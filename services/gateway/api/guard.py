@@ -1,4 +1,4 @@
-"""Who is let in: by what a client calls us, by its key, by what it sends. And how somebody is told that he is not."""
+"""Who is let in: by what a client calls us, by its key, by what it sends. And the answer to somebody who is not."""
 
 import asyncio
 import contextlib
@@ -98,7 +98,7 @@ async def refuse_busy(linger_s: float, scope: Scope, receive: Receive, send: Sen
 
 class ApiKeys:
     """The tenants' keys, each under a digest that only this process can make: one look finds a key, however many there
-    are, and how long it takes tells nothing of any."""
+    are, and how long it takes reveals nothing of any."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
         self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
@@ -120,7 +120,7 @@ class ApiKeys:
 
 
 def check_json(headers: Headers) -> None:
-    """Raises InvalidRequestError where a body is not said to be JSON: any page may have a browser send other types
+    """Raises InvalidRequestError where a body is not declared as JSON: any page may have a browser send other types
     here, but for JSON the browser asks first whether the page may."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -129,7 +129,7 @@ def check_json(headers: Headers) -> None:
 
 
 def asks_to_split(headers: Headers) -> bool:
-    """Say whether a client wants its request to be served by two workers or to fail. Raises InvalidRequestError."""
+    """Return whether a client wants its request to be served by two workers or to fail. Raises InvalidRequestError."""
     given = headers.get(SPLIT_HEADER, "auto").strip().lower()
     if given not in get_args(SplitMode):
         raise InvalidRequestError(f"the header {SPLIT_HEADER} says `auto` or `always`, not {given!r:.80}")

@@ -19,7 +19,7 @@ _EXACT = 2**53
 
 
 class Bounds(NamedTuple):
-    """What one way to satisfy a schema says of a number, named as JSON Schema does."""
+    """What one way to satisfy a schema requires of a number, named as JSON Schema does."""
 
     minimum: float | None = None
     exclusiveMinimum: float | None = None
@@ -74,10 +74,10 @@ def check_bounds(schema: Schema, param: str, check: CheckGrammar) -> None:
 
 
 def _ways(place: Place, known: dict[Place, dict[str, Any]], found: dict[Place, frozenset[Bounds]]) -> frozenset[Bounds]:
-    """Return what the ways to satisfy the schema at a place say of a number. `found`: of those that are known."""
+    """Return what the ways to satisfy the schema at a place require of a number. `found`: of those that are known."""
     if place in found:
         return found[place]
-    found[place] = frozenset((Bounds(),))  # whoever refers to itself says nothing more by it
+    found[place] = frozenset((Bounds(),))  # whoever refers to itself requires nothing more by it
     schema = known.get(place, {})
     ways = {_own(schema)}
     if (target := target_of(schema.get("$ref"), known)) is not None:
@@ -112,7 +112,7 @@ def _both(ways: set[Bounds], others: Iterable[Bounds]) -> set[Bounds]:
 
 
 def _problem(bounds: Bounds, check: CheckGrammar) -> str:
-    """Return why bounds cannot be held; "": they are, or nothing satisfies them, as llguidance has said already."""
+    """Return why bounds cannot be held; "": they are, or nothing satisfies them, as llguidance has reported already."""
     kind = "integer" if bounds.is_integer else "number"
     schema = json.dumps({"type": kind, **bounds.keywords})
     try:

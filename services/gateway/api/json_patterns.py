@@ -1,6 +1,6 @@
 """Regular expressions of a JSON Schema, which are JavaScript's (ECMA-262), as llguidance reads them, in Rust's syntax.
 
-Whatever asks for a character is said as a class without those that no answer writes: llguidance would leave out a
+Whatever asks for a character is written as a class without those that no answer writes: llguidance would leave out a
 character that a string has no short escape for, as if it had not been asked for, and takes a class that has all control
 characters for one that has the quotation mark and the backslash too.
 """

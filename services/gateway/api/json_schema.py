@@ -143,7 +143,7 @@ def _problem(schema: str, check: CheckGrammar) -> str:
         check(f"start: %json {schema}")
     except GrammarError as error:
         return str(error).replace(_MOVED, "#")
-    except RecursionError:  # it is nested more deeply than can be told
+    except RecursionError:  # it is nested more deeply than can be reported
         return ""
     return ""
 
@@ -244,7 +244,7 @@ def _refusal(keyword: str, value: Any) -> str:
 
 
 def _unheld(keyword: str, value: Any) -> str:
-    """Return what of a keyword llguidance would round, drop or read otherwise, and say nothing of it; "": nothing."""
+    """Return what of a keyword llguidance would round, drop or read otherwise, and not report; "": nothing."""
     if keyword in ("enum", "const"):
         for each in _values(value):
             if isinstance(each, int) and abs(each) > 2**53:
@@ -317,7 +317,7 @@ def _strings(keyword: str, value: Any) -> Iterator[str]:
 
 
 def _step(value: Any) -> Fraction | None:
-    """Return what `multipleOf` says; None where it is nothing that it could say."""
+    """Return the value of `multipleOf`; None where it is not a valid one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         return None
     return Fraction(value) if isinstance(value, int) else Fraction(repr(value))

@@ -30,7 +30,7 @@ class CallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`annotations` and `provider_specific_fields` are of an answer, and say nothing to the model; so are those that
+    """`annotations` and `provider_specific_fields` are of an answer, and mean nothing to the model; so are those that
     must be null: clients send whole answers back."""
 
     role: str

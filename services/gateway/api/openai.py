@@ -134,7 +134,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     shows_ids: bool
     """Logprobs name tokens by their ids, not by their texts."""
     prompt_logprobs: bool
-    """The prompt's logprobs are told by themselves, beside what `echo` tells."""
+    """The prompt's logprobs are returned by themselves, beside what `echo` returns."""
 
 
 Prompt = str | list[int]

@@ -1,4 +1,4 @@
-"""What an answer's text is made of, in the order in which a client hears of it.
+"""What an answer's text is made of, in the order in which a client receives it.
 
 Whoever takes it apart (`TextReader` in `choice.py`, and what it is made of) gets text as it comes and returns what is
 certain. However the text is divided, the pieces add up to the same. Text that may be the beginning of a marker is held

@@ -140,7 +140,7 @@ def _text(codec: TextCodec, asked: str | list[int], prompt: Sequence[int], end: 
 
 
 def constraint_in(body: CompletionBody | ChatBody) -> Constraint | None:
-    """Return what a body says that the text must be; None: nothing. Raises InvalidRequestError."""
+    """Return what a body requires the text to be; None: nothing. Raises InvalidRequestError."""
     guided = StructuredOutputs(
         json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
     )

@@ -13,7 +13,7 @@ MARKERS = (BEGIN, END)
 """What a detokenizer must show of special tokens, for a splitter to see it."""
 
 TAIL_TOKENS = 32
-"""So many of a prompt's last tokens, as text, say whether its block is open. A marker may be a token for each byte."""
+"""So many of a prompt's last tokens, as text, show whether its block is open. A marker may be a token for each byte."""
 
 _SPACE = " \t\r\n"
 
@@ -32,7 +32,7 @@ class ReasoningState(enum.Enum):
 
 
 def reasons(template: str) -> bool:
-    """Say whether a chat template is of a model whose reasoning can be split off."""
+    """Return whether a chat template is of a model whose reasoning can be split off."""
     return END in template
 
 

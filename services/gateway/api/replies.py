@@ -37,7 +37,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MeshUsageReply(PromptSources, frozen=True, kw_only=True):
-    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` says
+    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` has
     the same of the prefill worker of a split request. Both are of the first attempt that gave tokens. Workers are
     those of the last attempt of the last choice; of a prompt with several choices the first one's sources are given."""
 
@@ -50,7 +50,7 @@ class MeshUsageReply(PromptSources, frozen=True, kw_only=True):
     resumed_tokens: int
     """What the client had before the last attempt that went on with it."""
     reuse: Reuse | None
-    """Of the first prompt: why nothing was cached; None: the scheduler did not say."""
+    """Of the first prompt: why nothing was cached; None: the scheduler did not report it."""
 
 
 class CountsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,8 +140,8 @@ def error_of_fail(fail: FailRequest) -> ErrorReply:
 
 
 def too_long(maximum: str, reason: str) -> str:
-    """Say that a prompt is too long in the words that client libraries look for: litellm for OpenAI's, langchain for
-    the code."""
+    """Return that a prompt is too long, in the words that client libraries look for: litellm for OpenAI's, langchain
+    for the code."""
     return f"This model's maximum context length is {maximum}. However, {reason} ({CONTEXT_LENGTH_EXCEEDED})."
 
 

@@ -25,7 +25,7 @@ ItemT = TypeVar("ItemT")
 
 LOGPROBS = "message.output_text.logprobs"
 _NEUTRAL_INCLUDES = frozenset(("reasoning.encrypted_content",))
-"""What is thought here is told in clear text, and taken back so."""
+"""What is thought here is sent in clear text, and taken back so."""
 
 
 class SchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
@@ -41,7 +41,7 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is thought is told whole (`PARTS` in `parameters.py`)."""
+    """What is thought is returned whole (`PARTS` in `parameters.py`)."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
@@ -118,7 +118,7 @@ class Responses:
         )
 
     def _messages(self) -> list[MessageBody]:
-        """Return the conversation: what an assistant thought, said and called one after another is one message."""
+        """Return the conversation: what an assistant thought, wrote and called one after another is one message."""
         body = self.body
         messages: list[MessageBody] = []
         if body.instructions is not None:
@@ -143,7 +143,7 @@ class Responses:
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`id`, `status` and `phase` are of an answer, and say nothing to the model."""
+    """`id`, `status` and `phase` are of an answer, and mean nothing to the model."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -226,7 +226,7 @@ def _message(given: Mapping[str, Any], where: str) -> MessageBody:
 
 
 def _joined(before: MessageBody, message: MessageBody) -> MessageBody | None:
-    """Return one assistant's message that says what these two say; None: they are two turns."""
+    """Return one assistant's message that has what these two have; None: they are two turns."""
     if message.role != "assistant" or message.reasoning_content is not msgspec.UNSET:
         return None
     calls = [*(before.tool_calls or ()), *(message.tool_calls or ())]

@@ -154,7 +154,7 @@ class _Item:
 
 
 class ResponsesStyle:
-    """Writes one answer. Errors in the middle of a stream are told twice, as OpenAI's clients look for either event."""
+    """Writes one answer. Errors in the middle of a stream are sent twice, as OpenAI's clients look for either event."""
 
     def __init__(
         self, options: Options, texts: TokenTexts, body: ResponsesBody, *, answer_id: str, created: int
@@ -169,7 +169,7 @@ class ResponsesStyle:
         self._statuses: list[Status] = []
         """Of the items that are complete."""
         self._logprobs: list[ContentLogprob] = []
-        """Of tokens whose text is still to come, but for thoughts: theirs are not told."""
+        """Of tokens whose text is still to come, but for thoughts: theirs are not sent."""
 
     def begin(self) -> bytes:
         started = self._response("in_progress")

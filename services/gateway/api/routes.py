@@ -285,7 +285,7 @@ def _let_in(request: HttpRequest) -> Gateway:
 
 
 async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASGIApp:
-    """Return the response that answers a generation, or says what is wrong with it.
+    """Return the response that answers a generation, or names what is wrong with it.
 
     Who asks, and what is sent, is known from the headers: of an unauthenticated client no body is read, and nothing is
     kept.
@@ -337,8 +337,8 @@ async def _answer(
     understand: Callable[[GatewayModel, bytes, str], AskedT],
     reply_to: Callable[[AskedT, str], Awaitable[msgspec.Struct]],
 ) -> ASGIApp:
-    """Return the response of a route that generates nothing: what `reply_to` says to what was understood of a body, for
-    its tenant and its owner."""
+    """Return the response of a route that generates nothing: what `reply_to` answers to what was understood of a body,
+    for its tenant and its owner."""
     has_read = False
     try:
         tenant = gateway.keys.tenant_of(request.headers)
@@ -363,7 +363,7 @@ async def _as_it_is(reply: msgspec.Struct, _: str) -> msgspec.Struct:
 
 
 def _headers_of(error: InvalidRequestError) -> dict[str, str]:
-    """RFC 9110: whoever refuses how a body is packed says what is taken."""
+    """RFC 9110: whoever refuses how a body is packed names what is taken."""
     return {"accept-encoding": ENCODINGS} if error.code == "unsupported_encoding" else {}
 
 
@@ -478,7 +478,7 @@ def _choice(model: GatewayModel, prepared: Prepared, prompt: int) -> Choice:
 
 
 async def _unhealthy_reason(gateway: Gateway) -> str:
-    """Say why no request could be served now; empty if one could."""
+    """Return why no request could be served now; empty if one could."""
     if gateway.stopping:
         return "this gateway is shutting down"
     try:

@@ -87,7 +87,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: ShownReason | None = None
     token_ids: tuple[int, ...] | Unset = msgspec.UNSET
-    """vLLM's extension: where the request says `return_token_ids`."""
+    """vLLM's extension: where the request has `return_token_ids`."""
     prompt_logprobs: PromptLogprobs | Unset = msgspec.UNSET
     """vLLM's too."""
 
@@ -197,7 +197,7 @@ class ClassicStyle:
         return msgspec.UNSET
 
     def _owes_prompt(self, choice: Choice) -> bool:
-        """Say whether the next event brings the prompt."""
+        """Return whether the next event brings the prompt."""
         return False
 
     def _part(

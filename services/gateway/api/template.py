@@ -94,11 +94,11 @@ class ChatTemplate:
         self._asked = _asked_for_none(tree)
 
     def knows(self, name: str) -> bool:
-        """Say whether the template reads a variable of this name."""
+        """Return whether the template reads a variable of this name."""
         return name in self._variables
 
     def writes(self, token: str) -> bool:
-        """Say whether the template has this text to write, in one piece or around a role: `<|` + role + `|>`."""
+        """Return whether the template has this text to write, in one piece or around a role: `<|` + role + `|>`."""
         around = (token.partition(role) for role in ROLES)
         return any(token in text for text in self._texts) or any(
             any(text.endswith(left) for text in self._texts) and any(text.startswith(right) for text in self._texts)

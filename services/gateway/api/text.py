@@ -130,7 +130,7 @@ class TextCodec:
         return guarded.mask_all(value, masks)
 
     def _is_guarded(self, token: AddedToken) -> bool:
-        """Say whether only a template may write this token: a special one, or one of its own. White space and words
+        """Return whether only a template may write this token: a special one, or one of its own. White space and words
         begin and end nothing."""
         text = token.content
         if token.special or text.isspace() or text.isalnum():
@@ -197,7 +197,7 @@ class Detokenizer:
     both the shown tokens are decoded.
 
     A prompt may end in the middle of a character, which its own text has as U+FFFD: then the answer's text begins with
-    the character, and `num_respelled` says how much of the prompt's it replaces. A run of byte-fallback tokens that
+    the character, and `num_respelled` is how much of the prompt's it replaces. A run of byte-fallback tokens that
     reaches further back than the prompt's end is whole characters there.
 
     Half a UTF-8 character is held back until it is whole. So is a run of byte-fallback tokens until it ends: such a

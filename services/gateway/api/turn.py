@@ -11,8 +11,8 @@ ResultT = TypeVar("ResultT")
 
 
 class Turn:
-    """`busy`: what the others do, as who would wait for them for over `timeout_s` is told. `at_once`: so many owners
-    have work done at a time."""
+    """`busy`: what the others do, for the error of whoever would wait for them for over `timeout_s`. `at_once`: so many
+    owners have work done at a time."""
 
     def __init__(self, busy: str, timeout_s: float, at_once: int = 1) -> None:
         self._busy = busy

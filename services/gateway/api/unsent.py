@@ -19,7 +19,7 @@ class Unsent:
     """By owner: of the replies that are longer than a part."""
 
     def has_room(self, owner: str, num_bytes: int) -> bool:
-        """Say whether a reply of this owner may wait too: one always may."""
+        """Return whether a reply of this owner may wait too: one always may."""
         own, all_bytes = self.num_bytes[owner] + num_bytes, self.num_bytes.total() + num_bytes
         return own == num_bytes or (own <= limits.MAX_REPLIES_BYTES // 2 and all_bytes <= limits.MAX_REPLIES_BYTES)
 

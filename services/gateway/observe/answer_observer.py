@@ -1,4 +1,4 @@
-"""Records the spans and metrics of an HTTP request: it hears of each moment once.
+"""Records the spans and metrics of an HTTP request: it is notified of each moment once.
 
 An answer has one `AnswerObserver`; the steps of its choices are seen by `ChoiceSpans`. Times are ns and seconds by the
 monotonic clock.
@@ -188,10 +188,10 @@ class ChoiceSpans:
 
 
 class AnswerObserver:
-    """Is told what happens to one HTTP request, from its body having been read to its end.
+    """Is notified of what happens to one HTTP request, from its body having been read to its end.
 
-    `parent`: the client's traceparent. `asked`: what its span says of the request's own words. `keep` has a trace
-    exported that was not sampled (its id, and why), and says whether it has.
+    `parent`: the client's traceparent. `asked`: what its span has of the request's own words. `keep` has a trace
+    exported that was not sampled (its id, and why), and returns whether it has.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class AnswerObserver:
 
 
 def _is_clients(status: int, outcome: str) -> bool:
-    """Say whether what has gone wrong is the client's."""
+    """Return whether what has gone wrong is the client's."""
     return 400 <= status < 500 or outcome in ("client_gone", "slow_client")
 
 

@@ -1,4 +1,4 @@
-"""What a gateway says when it is asked: the requests under way, and the workers' blocks."""
+"""What a gateway reports when it is sampled: the requests under way, and the workers' blocks."""
 
 from typing import Protocol
 

@@ -199,7 +199,7 @@ class Stories:
         try:
             timeout_s = self.times.seek_timeout_s
             return await self.bus.ask(subjects.REQUEST_SOUGHT, (request_id,), DescribeRequest(), timeout_s)
-        except BusError:  # no gateway has said that it knows it
+        except BusError:  # no gateway has answered that it knows it
             return RequestDescribed(request_id=request_id, phase="unknown")
 
     async def on_sought(self, received: Received[DescribeRequest]) -> RequestDescribed | None:
@@ -241,7 +241,7 @@ def _request_of(received: Received[DescribeRequest]) -> RequestId:
 
 
 def _is_more(actions: Sequence[Action]) -> bool:
-    """Say whether this is but one more piece of an answer that goes on: by far the most of what happens."""
+    """Return whether this is but one more piece of an answer that goes on: by far the most of what happens."""
     return len(actions) == 1 and isinstance(actions[0], Deliver)
 
 

@@ -24,7 +24,7 @@ class Milestones(NamedTuple):
 
 
 def fit_clock(times: FirstTokenTimes, placed_ns: int, written_ns: int) -> FirstTokenTimes:
-    """Return a worker's times as they can have been. All are by the gateway's clock: what the worker has told are dates
+    """Return a worker's times as they can have been. All are by the gateway's clock: what the worker has sent are dates
     of the mesh's clock, which is known to some hundred µs only, and durations are exact.
 
     What cannot be, having been computed before it was sent or after it was written, is moved by as little as will do.

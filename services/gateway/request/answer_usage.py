@@ -24,7 +24,7 @@ class AnswerUsage(NamedTuple):
     """An HTTP request as it has ended, over all its choices.
 
     Sources are those of each prompt's first choice, in the first attempt that gave tokens: `sources` of the worker that
-    decoded (of the prefill worker, where an answer ended before the other could say anything), `prefill` of the prefill
+    decoded (of the prefill worker, where an answer ended before the other had sent any), `prefill` of the prefill
     worker of a split request. Workers and `attempt` are those of the last attempt of the last choice. `reuse`: what was
     made of KV that others had of the first prompt.
     """

@@ -78,7 +78,7 @@ class RequestCore:
     """The state of one request. `handle` and `tick` return what is to be done, in order.
 
     `max_tokens` 1 is never split: there is nothing to decode elsewhere. `must_split`: it fails where the worker that
-    decodes has computed of the prompt what another one was to. `detector` says when this gateway last heard
+    decodes has computed of the prompt what another one was to. `detector` knows when this gateway last received
     anything at all; it is shared by its requests, and only read here.
     """
 
@@ -463,7 +463,7 @@ class RequestCore:
         elif taken:
             self._num_vain += 1
         # End the request where it is complete already, or has no attempt left.
-        if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
+        if len(self.tokens) >= self.max_tokens:  # only its end has not been received
             return self._end(reason, Finish("length"), AttemptEnd.COMPLETE)
         fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
         if self._num_vain >= self._config.gateway.max_attempts:

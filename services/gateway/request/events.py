@@ -34,7 +34,7 @@ class PlaceGranted:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRefused:
-    """A scheduler has refused. `retry_after_ms` 0: it did not say when to ask again."""
+    """A scheduler has refused. `retry_after_ms` 0: it gave no time to ask again."""
 
     attempt: int
     reason: RefusalReason
@@ -63,7 +63,7 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccepted:
-    """A worker has taken the attempt. `accepted_ns`: when, as a date of the mesh's clock; 0: it does not say."""
+    """A worker has taken the attempt. `accepted_ns`: when, as a date of the mesh's clock; 0: it is not given."""
 
     attempt: int
     worker_id: WorkerId
@@ -85,7 +85,7 @@ class ProgressOutcome(enum.Enum):
 
     KNOWN = enum.auto()
     UNKNOWN = enum.auto()
-    """The worker has never heard of the attempt, or has forgotten it."""
+    """The worker has never known the attempt, or has forgotten it."""
     UNSERVED = enum.auto()
     """Nobody serves the question: the process is not there."""
     UNANSWERED = enum.auto()
@@ -105,7 +105,7 @@ class ProgressAnswered:
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
-    """What a worker says of an attempt. `index` is the answer's index of the first token; none may be there where the
+    """What a worker sent of an attempt. `index` is the answer's index of the first token; none may be there where the
     attempt has ended (`finish_reason`, `failure`) or only a `report` comes. `logprobs`: of each token, where they are
     wanted; `prompt_logprobs`: with token 0."""
 
@@ -209,7 +209,7 @@ class AskWorker:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Tell all workers to let go of the attempt. `reason` is for people."""
+    """Ask all workers to let go of the attempt. `reason` is for people."""
 
     attempt: int
     reason: str

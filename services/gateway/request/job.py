@@ -55,7 +55,7 @@ class Job:
     """It fails where one worker would serve it alone, or its prompt is computed twice."""
 
     def held_to(self, grammar: str) -> "Job":
-        """Return the same, whose answer must be what a grammar says."""
+        """Return the same, whose answer must be what a grammar allows."""
         return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
 
     def sampling_sent(self) -> SamplingParams:
@@ -91,7 +91,7 @@ async def continue_prompt(job: Job, answered: Sequence[int]) -> PackedPrompt:
 
 
 def tokens_received(job: Job, worker_id: WorkerId, share: RequestTokens) -> TokensReceived:
-    """Return what a worker's message says of a job. Raises ValueError where it is malformed, or lacks a logprob that
+    """Return what a worker's message has of a job. Raises ValueError where it is malformed, or lacks a logprob that
     is wanted."""
     tokens, sampling = tuple(unpack_tokens(share.tokens)), job.sampling
     logprobs = _logprobs(share.logprobs, len(tokens)) if sampling.logprobs is not None else ()
@@ -119,7 +119,7 @@ def _logprobs(packed: Logprobs | None, num_tokens: int) -> tuple[TokenLogprob, .
 
 
 def computes_whole(job: Job, num_answered: int) -> bool:
-    """Say whether nothing of the prompt may come from elsewhere, as its own logprobs are wanted."""
+    """Return whether nothing of the prompt may come from elsewhere, as its own logprobs are wanted."""
     return job.sampling.prompt_logprobs is not None and not num_answered
 
 

@@ -43,7 +43,7 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Published:
-    """What people have been told of a request."""
+    """What has been published of a request."""
 
     phase: RequestPhase
     phase_ms: int

@@ -1,7 +1,7 @@
 """Which of one attempt's workers to ask how far it is, and when. Pure.
 
 The bus may lose any message, and a silent worker may be dead. A worker is asked once it has accepted, or its accept
-wait is over: where a token has been missing for a moment, or where nothing was heard of it for a while. Who is dead is
+wait is over: where a token has been missing for a moment, or where it has sent nothing for a while. Who is dead is
 judged by the rules of `services.presence`.
 """
 
@@ -36,7 +36,7 @@ class _Worker:
     is_asked: bool = False
     asked_ms: int = 0
     is_waiting: bool = False
-    """The attempt is in line there, as it said last."""
+    """The attempt is in line there, as it reported last."""
 
 
 class Watch:
@@ -74,7 +74,7 @@ class Watch:
             worker.is_asked = False
 
     def is_dead(self, worker_id: WorkerId, now_ms: int) -> bool:
-        """Nobody serves a worker's questions: say whether it is the second time."""
+        """Nobody serves a worker's questions: return whether it is the second time."""
         worker = self._workers.get(worker_id)
         return worker is not None and worker.peer.is_gone(worker.asked_ms, self._detector, now_ms)
 
@@ -84,7 +84,7 @@ class Watch:
         next_ms = NEVER_MS
         for worker_id in needed:
             worker = self._workers[worker_id]
-            # A worker may say nothing for so long before it is asked; what is in line there has time.
+            # A worker may send nothing for so long before it is asked; what is in line there has time.
             quiet_ms = self._config.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
             if worker.may_be_asked:
                 # And for so long before it is lost: it must have been asked for long enough.

@@ -34,7 +34,7 @@ class Submit:
 
 @dataclass(slots=True, frozen=True)
 class Withdraw:
-    """Take the sequence back from the engine; `SequenceRemoved` says when its blocks are no longer written."""
+    """Take the sequence back from the engine; `SequenceRemoved` reports when its blocks are no longer written."""
 
     key: AttemptKey
 
@@ -90,14 +90,14 @@ class CloseLease:
 
 @dataclass(slots=True, frozen=True)
 class StartRead:
-    """Read this; `ReadEnded` says how it ended."""
+    """Read this; `ReadEnded` reports how it ended."""
 
     read: KVRead
 
 
 @dataclass(slots=True, frozen=True)
 class StopRead:
-    """End the read; `ReadEnded` says when its blocks are no longer written."""
+    """End the read; `ReadEnded` reports when its blocks are no longer written."""
 
     read: KVRead
 

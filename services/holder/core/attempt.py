@@ -208,7 +208,7 @@ class Upstream:
     handoff_id: HandoffId
     state: HandoffState = HandoffState.NEW
     reserved_ms: int | None = None
-    """When that worker was last told that there is room; None until the first tick after the first time."""
+    """When that worker was last notified that there is room; None until the first tick after the first time."""
     has_left: bool = False
     lost_reason: str = ""
     """Why no offer will come, learnt while the attempt was waiting for blocks; "": it may come."""
@@ -225,9 +225,9 @@ class Downstream:
     lease: Grant | None = None
     """Under which the KV is read; None: not granted yet, or ended."""
     has_room: bool = False
-    """That worker has said that it has reserved its blocks."""
+    """That worker has reported that it has reserved its blocks."""
     offer_again: bool = False
-    """It has said so again: the offer may have been lost."""
+    """It has reported so again: the offer may have been lost."""
     offered_again_ms: int = 0
 
 
@@ -255,7 +255,7 @@ class Attempt:
     number: int = 0
     """By which the engine knows it, from its submission on."""
     num_computed_tokens: int = 0
-    """So many of its first tokens have their KV here, as far as the engine has said."""
+    """So many of its first tokens have their KV here, as far as the engine has reported."""
     stage: RunStage = RunStage.QUEUED
     """How far it is."""
     answer: SentAnswer = field(default_factory=SentAnswer)

@@ -73,7 +73,7 @@ class Line:
         return iter(self._waiting)
 
     def is_full(self, tenant: str) -> bool:
-        """Say whether there is no place for one more of this tenant. In a full line there is up to as much again for
+        """Return whether there is no place for one more of this tenant. In a full line there is up to as much again for
         those that have less than their equal shares of it."""
         most = self._max_queued
         if len(self._waiting) < most:
@@ -127,7 +127,7 @@ class Attempts:
         self.preempted: list[Attempt] = []
         """They go on elsewhere, and their blocks are given back once somebody has come for what is here of them."""
         self.early_reservations: dict[HandoffId, int] = {}
-        """When each hand-over was first heard of that is not known here."""
+        """When each hand-over that is not known here was first seen."""
         self.draining = False
         self.starting = False
         """The engine is: nothing can be computed yet."""
@@ -142,7 +142,7 @@ class Attempts:
 
     @property
     def state(self) -> WorkerState:
-        """What the worker says of itself."""
+        """What the worker reports of itself."""
         return "draining" if self.draining else "starting" if self.starting else "ready"
 
     @property
@@ -169,8 +169,8 @@ class Attempts:
         return attempt.answer if attempt is not None else self.past.answer(key)
 
     def is_computing(self, block_hash: BlockHash, place: int, tenant: str) -> bool:
-        """Say whether the engine is computing this block, the `place`-th of a sequence of this tenant. Whoever reads it
-        may wait for it: who computes waits for nobody."""
+        """Return whether the engine is computing this block, the `place`-th of a sequence of this tenant. Whoever reads
+        it may wait for it: who computes waits for nobody."""
         return any(
             attempt.stage is RunStage.COMPUTING
             and attempt.num_stored_blocks <= place < len(attempt.hasher.hashes)
@@ -243,7 +243,7 @@ class Attempts:
         return actions + self.forget_attempt(attempt, now_ms)
 
     def fail(self, attempt: Attempt, code: AttemptFailure, detail: str, now_ms: int) -> list[Action]:
-        """Tell the gateway that an attempt has failed here, and end it."""
+        """Report to the gateway that an attempt has failed here, and end it."""
         return [self.emit_failure(attempt, code, detail), *self.end_attempt(attempt, detail, now_ms)]
 
     def forget_attempt(self, attempt: Attempt, now_ms: int) -> list[Action]:
@@ -283,7 +283,7 @@ class Attempts:
         return [*actions, self.abort(attempt, lease.outcome)] if tells_other_end else actions
 
     def abort(self, attempt: Attempt, reason: str) -> Publish:
-        """Return the action that tells the other end that this hand-over is over."""
+        """Return the action that notifies the other end that this hand-over is over."""
         end = attempt.end if attempt.upstream is not None else AttemptEnd.FAILED
         aborted = HandoffAborted(**handoff_fields(attempt.request, self.limits.worker_id), reason=reason, end=end)
         return publish_event(subjects.ABORTED, aborted, attempt.traceparent)
@@ -299,7 +299,7 @@ class Attempts:
         return [self.migrate(attempt, detail, now_ms), *self.end_attempt(attempt, detail, now_ms)]
 
     def migrate(self, attempt: Attempt, detail: str, now_ms: int) -> Emit:
-        """Return the action that tells the gateway to go on elsewhere."""
+        """Return the action that asks the gateway to go on elsewhere."""
         preempted = attempt.moving and not self.draining
         code = AttemptFailure.PREEMPTED if preempted else AttemptFailure.DRAINING
         return self.report_held(attempt, code, detail, now_ms)
@@ -307,7 +307,7 @@ class Attempts:
     def report_held(
         self, attempt: Attempt, code: AttemptFailure, detail: str, now_ms: int, *, in_step: bool = False
     ) -> Emit:
-        """Return the action that tells the gateway why an attempt has failed, and what of it can be read here."""
+        """Return the action that reports to the gateway why an attempt has failed, and what of it can be read here."""
         if attempt.num_stored_blocks:
             self.leases.expect(attempt.request.request_id, now_ms + self.limits.times.worker.readers_come_ms)
         return self.emit_failure(attempt, code, detail, attempt.num_stored_blocks, in_step=in_step)
@@ -339,7 +339,7 @@ class Attempts:
     def emit_failure(
         self, attempt: Attempt, code: AttemptFailure, detail: str, held_blocks: int = 0, *, in_step: bool = False
     ) -> Emit:
-        """Return the action that tells the gateway that this attempt has failed here."""
+        """Return the action that reports to the gateway that this attempt has failed here."""
         retryable = code not in (AttemptFailure.DEADLINE, AttemptFailure.GRAMMAR)
         failure = RequestFailure(
             code=code, detail=detail, retryable=retryable, in_step=in_step, held_blocks=held_blocks
@@ -373,7 +373,7 @@ class Attempts:
     def next_of(self, line: Line, now_ms: int, may_begin: Callable[[Attempt], bool] = lambda _: True) -> Attempt | None:
         """Return whose turn it is of those in line that may begin and do not wait for a duplicate."""
         first: Attempt | None = None
-        for attempt in line.in_turn():  # those behind the first are looked at to say what they wait for
+        for attempt in line.in_turn():  # those behind the first are looked at to note what they wait for
             if not may_begin(attempt):
                 continue
             is_waiting = attempt.stage is RunStage.WAITING or first is None
@@ -382,7 +382,7 @@ class Attempts:
         return first
 
     def _waits(self, attempt: Attempt, now_ms: int) -> bool:
-        """Say whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logprobs
+        """Return whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logprobs
         are wanted is computed whole."""
         # Go on waiting while the duplicate still fills the blocks and the time for it is not over.
         wait = attempt.wait
@@ -438,7 +438,7 @@ class Attempts:
     # Reads and the engine.
 
     def read_next(self, attempt: Attempt) -> StartRead | None:
-        """Begin to read the next piece that somebody is said to hold; None: the rest is to be computed."""
+        """Begin to read the next piece that somebody is reported to hold; None: the rest is to be computed."""
         assert attempt.kv is not None
         if self.draining:
             attempt.kv.sources.clear()
@@ -463,9 +463,9 @@ class Attempts:
         return StartRead(attempt.read)
 
     def assemble(self, attempt: Attempt) -> list[Action]:
-        """Read the next piece that somebody is said to hold; with none left, compute. Of an attempt that decodes, the
-        prompt's last token is always computed here, as it must be to sample token 0 again (the same one: it depends on
-        prompt and seed only); where blocks are only whole of use, all of its block is."""
+        """Read the next piece that somebody is reported to hold; with none left, compute. Of an attempt that decodes,
+        the prompt's last token is always computed here, as it must be to sample token 0 again (the same one: it depends
+        on prompt and seed only); where blocks are only whole of use, all of its block is."""
         if (start := self.read_next(attempt)) is not None:
             return [start]
         assert attempt.kv is not None
@@ -555,7 +555,7 @@ class PastAttempts:
             del self._answers[key]
 
     def forget_answers(self) -> None:
-        """Drop all answers: their gateways have been told that this worker is dead."""
+        """Drop all answers: their gateways have been notified that this worker is dead."""
         self._answers.clear()
 
     def refuse(self, request: RunAttempt) -> Refused | None:

@@ -61,7 +61,7 @@ class Why(enum.Enum):
 
 
 class Claim(NamedTuple):
-    """What is said of a block that is offered: until when, and in which trace."""
+    """What is given with a block that is offered: until when, and in which trace."""
 
     why: Why
     deadline_ms: int
@@ -280,7 +280,7 @@ class CopyCore:
         return self._memory.holds(content.block_hash, content.tenant)
 
     def _drop(self, worker_id: WorkerId, contents: Iterable[Content], reason: str) -> list[Action]:
-        """Ask this source for these blocks no more. Say how many there is nobody else for."""
+        """Ask this source for these blocks no more. Report how many there is nobody else for."""
         source, num_left = self._sources.get(worker_id, Source()), 0
         for content in contents:
             if source.claims.pop(content, None) is not None and not self._is_here(content):

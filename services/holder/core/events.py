@@ -128,7 +128,7 @@ class DrainOver:
 @dataclass(frozen=True, slots=True)
 class Fenced:
     """This worker (or store) has been declared dead and its requests go on elsewhere: all ends, and no gateway is
-    told."""
+    notified."""
 
     reason: str
 

@@ -71,7 +71,7 @@ class InFlightDuplicates:
         ]
 
     def fills(self, duplicate: InFlightDuplicate) -> bool:
-        """Say whether a duplicate's blocks are still to come."""
+        """Return whether a duplicate's blocks are still to come."""
         other = duplicate.attempt
         return (
             other.num_stored_blocks < duplicate.end_block

@@ -73,8 +73,8 @@ class Grant:
     has_moved: bool = False
     """A stream on it has made progress since `take_moved`."""
     closes_ms: int | None = None
-    """When a hand-over's lease ends whose stream is over, unless the reader says before how its read ended; None: its
-    stream is not over."""
+    """When a hand-over's lease ends whose stream is over, unless the reader reports before how its read ended; None:
+    its stream is not over."""
     traceparent: str = ""
     """The trace that it belongs to; "": none."""
 
@@ -84,7 +84,7 @@ class Grant:
     """The same for people, where there is more to say."""
 
     def is_valid(self, now_ms: int) -> bool:
-        """Say whether it is active and not past its expiry: its blocks are still what they were."""
+        """Return whether it is active and not past its expiry: its blocks are still what they were."""
         return self.end is None and self.expires_at_ms > now_ms
 
     def ticket(self, incarnation: str) -> Ticket:
@@ -143,7 +143,7 @@ class LeaseTable:
         self._expected[request_id] = until_ms
 
     def is_expected(self, request_id: RequestId) -> bool:
-        """Say whether somebody has yet to ask for what is here of a request."""
+        """Return whether somebody has yet to ask for what is here of a request."""
         return request_id in self._expected
 
     def expect_no_more(self, now_ms: int) -> None:

@@ -66,7 +66,7 @@ class HolderMemory(Protocol):
         ...
 
     def holds(self, block_hash: BlockHash, tenant: str) -> bool:
-        """Say whether a tenant's block is here."""
+        """Return whether a tenant's block is here."""
         ...
 
     def admit_spare(self, num_blocks: int, tenant: str, *, evicts: bool) -> BlockTables | None:
@@ -93,7 +93,7 @@ class HolderMemory(Protocol):
 
 @dataclass
 class LendCore:
-    """The leases that readers have asked for; those of hand-overs are the prefill core's. What the streams say of a
+    """The leases that readers have asked for; those of hand-overs are the prefill core's. What the streams report of a
     lease is noted here for both."""
 
     limits: HolderLimits
@@ -116,7 +116,7 @@ class LendCore:
         }
 
     def _asked(self, event: LeaseAsked, now_ms: int) -> list[Action]:
-        """Lend what is here of the asked blocks, or say why not."""
+        """Lend what is here of the asked blocks, or answer why not."""
         answer = self.answer(event.request, now_ms)
         if isinstance(answer, Refused):
             return [SendReply(answer)]
@@ -188,7 +188,7 @@ class LendCore:
         return None
 
     def answer(self, request: RequestLease, now_ms: int) -> Grant | Refused:
-        """Grant a lease on the leading run of the asked blocks that is here, or say why not."""
+        """Grant a lease on the leading run of the asked blocks that is here, or return why not."""
         # Check what does not depend on the blocks, then take a reference to each block of the leading run that is here.
         limits = self.limits
         if (refused := self.refusal(request, now_ms)) is not None:
@@ -229,7 +229,7 @@ class LendCore:
         )
 
     def _would_hoard(self, request: RequestLease, tables: BlockTables) -> bool:
-        """Say whether a reader that has leases already would have more than its share with these blocks. One lease may
+        """Return whether a reader that has leases already would have more than its share with these blocks. One lease
         be on any number: a long prompt is no hoard."""
         lent = [grant.tables for grant in self.leases if grant.is_lent and grant.reader == request.reader]
         most = self.memory.num_blocks // READER_SHARE

@@ -1,4 +1,4 @@
-"""What both ends of a hand-over say and ask the same way. Pure."""
+"""What both ends of a hand-over send and ask the same way. Pure."""
 
 from typing import TypedDict, TypeVar
 

@@ -122,7 +122,7 @@ class LentBlocks(Generic[MemoryT]):
         return BlockCounts(total=total, free=free, cached=cached, running=running, leased=leased, orphaned=orphaned)
 
     def events(self) -> list[BlocksStored | BlocksEvicted]:
-        """Return what the directory has to hear of what came and went since the last call."""
+        """Return what the directory has to know of what came and went since the last call."""
         changes = self.memory.take_changes()
         return [event for tier, changed in changes for event in self.ledger.events(changed, tier)]
 
@@ -133,7 +133,7 @@ class LentBlocks(Generic[MemoryT]):
     # Leases, for the event loop.
 
     def start_computing(self, grant: Grant, num_present_tokens: int) -> KVProgress:
-        """What is in place already may be read; return who hears of the rest."""
+        """What is in place already may be read; return who is notified of the rest."""
         if num_present_tokens:
             for layer in range(self.shape.layout.num_layers):
                 grant.progress.advance(layer, num_present_tokens)
@@ -228,7 +228,7 @@ class StreamLease(Generic[MemoryT]):
             self.kv.is_opened = False
 
     def still_valid(self) -> bool:
-        """Say whether the leased blocks are still what they were. If so, the stream has got on, and keeps its lease."""
+        """Return whether the leased blocks are still what they were. If so, the stream got on, and keeps its lease."""
         with self.holder.lock:
             is_valid = self.kv.is_valid(now_ms())
             self.kv.has_moved |= is_valid

@@ -1,4 +1,4 @@
-"""What a holder tells the directory: which full blocks it has, in numbered events. Pure."""
+"""What a holder reports to the directory: which full blocks it has, in numbered events. Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ def blocks_in(max_bytes: int) -> int:
 
 
 class BlockLedger:
-    """Numbers one incarnation's events, each incarnation's from 1. Keeps what an inventory said while its pages are
+    """Numbers one incarnation's events, each incarnation's from 1. Keeps what an inventory reported while its pages are
     read, so that what comes and goes meanwhile does not spoil them."""
 
     def __init__(self, worker_id: WorkerId, incarnation: str) -> None:
@@ -39,7 +39,7 @@ class BlockLedger:
         self._snapshot = None
 
     def events(self, changes: ContentChanges, tier: Tier = "arena") -> list[BlocksStored | BlocksEvicted]:
-        """Return the events that say what has changed on a tier: first what has gone. Each fits into any message."""
+        """Return the events that report what has changed on a tier: first what has gone. Each fits into any message."""
         events: list[BlocksStored | BlocksEvicted] = []
         for kind, hashes in ((BlocksEvicted, changes.evicted), (BlocksStored, changes.stored)):
             for at in range(0, len(hashes), MESSAGE_BLOCKS):

@@ -1,6 +1,6 @@
-"""Where the others serve reads: what each incarnation of a holder said when it joined, and nothing that was said later.
+"""Where the others serve reads: what each incarnation of a holder announced as it joined, and nothing from later.
 
-A reader that has not heard a holder join asks the scheduler, which knows everybody from one round of loads. Who is
+A reader that has not seen a holder join asks the scheduler, which knows everybody from one round of loads. Who is
 known to neither is not connected to.
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """The holders of one mesh, as one reader has heard of them. For the event loop."""
+    """The holders of one mesh, as one reader knows them. For the event loop."""
 
     def __init__(self, bus: TypedBus, times: WorkerTimes) -> None:
         self._bus = bus
@@ -32,7 +32,7 @@ class Peers:
         self._asked_ms = 0
 
     async def listen(self, tasks: asyncio.TaskGroup) -> None:
-        """Hear who joins, and ask who has joined before, so that no read has to. Raises BusError."""
+        """Listen for who joins, and ask who has joined before, so that no read has to. Raises BusError."""
         await self._bus.listen(tasks, subjects.JOINED, ("*",), self._on_joined)
         tasks.create_task(self._learn(), name="who there is")
 
@@ -42,7 +42,7 @@ class Peers:
             del self._known[event.worker_id]
 
     async def is_known(self, worker_id: WorkerId) -> bool:
-        """Say whether there is such a holder."""
+        """Return whether there is such a holder."""
         return await self._find(worker_id, "") is not None
 
     def role_of(self, worker_id: WorkerId) -> str:
@@ -51,7 +51,7 @@ class Peers:
         return known.role if known is not None else ""
 
     async def endpoint(self, worker_id: WorkerId, incarnation: str) -> Endpoint | None:
-        """Return where this incarnation said that it serves; None: it has not joined, or serves no reads."""
+        """Return where this incarnation announced that it serves; None: it has not joined, or serves no reads."""
         info = await self._find(worker_id, incarnation)
         return info.endpoint if info is not None else None
 
@@ -67,7 +67,7 @@ class Peers:
         return known is not None and incarnation in ("", known.incarnation)
 
     def _on_joined(self, received: Received[WorkerJoined]) -> None:
-        """Note a new incarnation. What one that is known says now is not believed."""
+        """Note a new incarnation. What one that is known announces now is not believed."""
         info = received.message.worker
         if not self._knows(info.worker_id, info.incarnation):
             self._note(info)

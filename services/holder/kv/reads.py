@@ -68,7 +68,8 @@ class ReaderSettings:
 class KVReads:
     """The reads of one worker, or of a store. A read's task ends only when its thread writes no more.
 
-    `on_event` hears of what happens to reads that `begin_read` has started; `record` of every read that has ended.
+    `on_event` is called for what happens to reads that `begin_read` has started; `record` for every read that has
+    ended.
     """
 
     settings: ReaderSettings
@@ -112,8 +113,8 @@ class KVReads:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def _carry_out_all(self, read: KVRead) -> ReadEnded:
-        """Carry out a read, and then that of the rest as long as the holder says that it comes: for as long without a
-        block as a read of all may take, or, where it is being computed, for a part of the time that the request has.
+        """Carry out a read, and then that of the rest as long as the holder answers that it comes: for as long without
+        a block as a read of all may take, or, where it is being computed, for a part of the time that the request has.
         What has come of a read that is stopped during its rest counts."""
         # A hand-over is one read: its stream waits for the computation, and has no rest.
         lease = read.lease
@@ -197,12 +198,12 @@ class KVReads:
         return ended
 
     def _first_token(self, trailer: bytes) -> FirstToken:
-        """Return what a stream's end says, by this process's clock. Raises msgspec.DecodeError."""
+        """Return what a stream's end reports, by this process's clock. Raises msgspec.DecodeError."""
         first = msgspec.json.decode(trailer, type=FirstToken)
         return msgspec.structs.replace(first, computed_ns=self.telemetry.clock.at_ns(first.computed_ns))
 
     def _ended(self, read: KVRead, task: "asyncio.Task[ReadEnded]") -> None:
-        """Said by the task's end, as a task that is cancelled before its first step runs none of its code."""
+        """Called by the task's end, as a task that is cancelled before its first step runs none of its code."""
         del self._running[read]
         with logging_failures(f"what follows the read of {read.key[0]}"):
             self.on_event(_stopped(read) if task.cancelled() else task.result())
@@ -319,8 +320,8 @@ class KVReads:
         return reply
 
     def _give_back(self, holder: WorkerId, request: RequestLease, granted: LeaseGranted) -> None:
-        """Say that nobody reads under this lease. Whoever wanted to read does not wait until that is sent; where it is
-        lost the lease's time ends it."""
+        """Report that nobody reads under this lease. Whoever wanted to read does not wait until that is sent; where it
+        is lost the lease's time ends it."""
         returned = ReturnLease(
             request_id=request.request_id,
             attempt=request.attempt,

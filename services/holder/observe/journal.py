@@ -59,7 +59,7 @@ def _described(event: object) -> str:
 
 
 def _request_of(event: Any) -> str:
-    """Return whose an event is, as far as it says: a request's id, else a worker's."""
+    """Return whose an event is, as far as it is known: a request's id, else a worker's."""
     for part in ("request", "message", "read", "lease"):
         event = getattr(event, part, event)
     key = getattr(event, "key", None)

@@ -13,7 +13,7 @@ from services.runtime import now_ms
 
 
 class HolderMetrics:
-    """One worker's or store's. `load` says how things stand."""
+    """One worker's or store's. `load` returns how things stand."""
 
     def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], leases: LeaseTable, block_bytes: int) -> None:
         self.metrics = metrics

@@ -68,7 +68,7 @@ class TransferSpan:
 
 
 def described_by(stats: TransferStats) -> dict[str, AttributeValue]:
-    """Return what either end's span says of its stream; nothing where there was none."""
+    """Return what either end's span shows of its stream; nothing where there was none."""
     if not stats.num_frames:
         return {}
     seconds = max(1, stats.last_byte_ns - stats.first_byte_ns) / 1e9

@@ -1,7 +1,7 @@
 """Whether a request is taken at all. Pure.
 
-A queue has a bound: in predicted time where rates are measured, else in requests. Who would wait longer is told when to
-come again. Past half of the bound no tenant gets more than its share of what is let in.
+A queue has a bound: in predicted time where rates are measured, else in requests. Who would wait longer is sent a time
+to come again. Past half of the bound no tenant gets more than its share of what is let in.
 """
 
 from collections.abc import Iterable

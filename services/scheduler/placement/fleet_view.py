@@ -92,7 +92,7 @@ class FleetView:
         """The queues that were last asked for, of all workers, until anything changes."""
 
     def __contains__(self, incarnation: tuple[WorkerId, str]) -> bool:
-        """Say whether this incarnation is known to live."""
+        """Return whether this incarnation is known to live."""
         worker = self.workers.get(incarnation[0])
         return worker is not None and worker.info.incarnation == incarnation[1]
 

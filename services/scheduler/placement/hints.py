@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """What came of asking. `holders`: who holds which of a prompt's blocks; None: the directory did not say in time.
+    """What came of asking. `holders`: who holds which of a prompt's blocks; None: the directory did not answer in time.
     `took_ms` None: it was not asked."""
 
     holders: tuple[HolderPrefix, ...] | None

@@ -110,7 +110,7 @@ class Speeds:
         return spent
 
     def has_measured(self) -> bool:
-        """Say whether anybody has computed a prompt yet; else speeds are the starting values."""
+        """Return whether anybody has computed a prompt yet; else speeds are the starting values."""
         if self._is_stale:
             self._renew()
         return self._is_measured

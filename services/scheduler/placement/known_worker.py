@@ -1,4 +1,4 @@
-"""A worker as a placement sees it: what it has said of itself, and what was placed on it since. Pure."""
+"""A worker as a placement sees it: what it has reported of itself, and what was placed on it since. Pure."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad, WorkerState
 
 
 def idle(info: WorkerInfo) -> WorkerLoad:
-    """Return the load that a worker is taken to have until it says its own."""
+    """Return the load that a worker is taken to have until it reports its own."""
     return WorkerLoad(
         worker=info,
         state="ready",
@@ -34,7 +34,7 @@ class KnownWorker:
 
     info: WorkerInfo
     load: WorkerLoad
-    """What it last said of itself, rates included; `idle` until it has."""
+    """What it last reported of itself, rates included; `idle` until it has."""
     slot: int = 0
     """Its row in the fleet's arrays."""
     has_reported: bool = False

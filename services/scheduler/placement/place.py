@@ -1,8 +1,8 @@
-"""Chooses the workers of one request, or says why there are none. Pure.
+"""Chooses the workers of one request, or returns why there are none. Pure.
 
-A policy chooses (`policy`), of those workers that have room and of which the least is to be said against: whoever is
-suspect, or has failed this request before, is taken only where nobody else could serve. A policy that raises, takes too
-long or answers nonsense costs nobody an answer: `least_loaded` chooses in its place.
+A policy chooses (`policy`), of those workers that have room and the lowest penalty: whoever is suspect, or has failed
+this request before, is taken only where nobody else could serve. A policy that raises, takes too long or answers
+nonsense costs nobody an answer: `least_loaded` chooses in its place.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,8 +36,8 @@ from services.scheduler.placement.policy import NOBODY, POLICIES, Choice, Policy
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request to place, and the fleet at this moment. `holders`: who is said to hold which of the prompt's blocks;
-    a hint. None: nobody has said it."""
+    """One request to place, and the fleet at this moment. `holders`: who is reported to hold which of the prompt's
+    blocks; a hint. None: nobody has reported it."""
 
     request: PlaceRequest
     now_ms: int
@@ -189,7 +189,7 @@ class Placer:
         """Count what was placed."""
         terms, prefill, decode = chosen.choice.terms, chosen.prefill, chosen.decode
         num_tokens = terms.computed_tokens if terms is not None else case.request.num_prompt_tokens
-        # Who looks at no prices does not count room either: it is told when the worker reports.
+        # Who looks at no prices does not count room either: it is known when the worker reports.
         demand = case.demand if terms is not None else Demand(0, 0)
         tenant = case.request.tenant
         num_blocks = needed_blocks(demand, prefill.info.block_size)
@@ -264,7 +264,7 @@ class Placer:
 
 
 def _has_some(question: Question, chosen: Chosen) -> bool:
-    """Say whether a worker that was chosen has some of the prompt, as the policy has counted it."""
+    """Return whether a worker that was chosen has some of the prompt, as the policy has counted it."""
     terms, workers = chosen.choice.terms, [chosen.decode]
     if terms is None:
         workers.append(chosen.prefill)
@@ -288,7 +288,7 @@ def _moved_run(case: Case) -> HolderPrefix | None:
 
 def _taken_over(question: Question, request: PlaceRequest, computed_tokens_max: int) -> Chosen | None:
     """Return who goes on alone with an attempt that was migrated: it reads what there is of the prompt, once, and
-    decodes on. None: so much would have to be computed that a policy is to say where, or nobody can."""
+    decodes on. None: so much would have to be computed that a policy is to choose where, or nobody can."""
     moved = request.moved_from
     fleet = question.fleet
     run = next((run for run in question.lenders if moved and run.worker_id == moved.worker_id), None)
@@ -314,7 +314,7 @@ def _taken_over(question: Question, request: PlaceRequest, computed_tokens_max: 
 
 
 def _decoding(question: Question, other: KnownWorker) -> Slots:
-    """Return who could go on with an answer of another worker: nothing is to be said against them."""
+    """Return who could go on with an answer of another worker: those without a penalty."""
     fleet = question.fleet
     alike = [
         slots
@@ -327,7 +327,7 @@ def _decoding(question: Question, other: KnownWorker) -> Slots:
 
 
 def _spare_blocks(question: Question, chosen: Chosen) -> int:
-    """Return what `Placement.spare_blocks` says."""
+    """Return `Placement.spare_blocks`."""
     decode = chosen.decode
     if decode is None or needed_blocks(question.demand, decode.info.block_size) <= decode.num_usable_blocks:
         return 0
@@ -335,7 +335,7 @@ def _spare_blocks(question: Question, chosen: Chosen) -> int:
 
 
 def _least_penalised(groups: Sequence[Group], against: Slots) -> tuple[list[Group], int]:
-    """Keep the pairs and aggregated workers of which the least is to be said, and return how much that is."""
+    """Keep the pairs and aggregated workers with the lowest penalty, and return how much that is."""
     penalties = [int(against[group.prefill].min() + against[group.decode].min()) for group in groups if group.has_pairs]
     penalties += [int(against[group.aggregated].min()) for group in groups if len(group.aggregated)]
     penalty = min(penalties, default=0)

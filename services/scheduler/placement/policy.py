@@ -34,15 +34,15 @@ class Question:
     fleet: FleetView
     groups: tuple[Group, ...]
     """Who may be chosen: a prefill worker with a decode worker of its group, or an aggregated worker alone. All have
-    room for the request; of whom more is to be said than of others is left out."""
+    room for the request; who has a higher penalty than others is left out."""
     lone: tuple[Slots, ...]
     """Of each group the decode workers that may be chosen alone, for a prompt of which they hold the most."""
     against: Slots
-    """By slot: how much is to be said against a worker: it is suspect, or has failed this request before."""
+    """By slot, a worker's penalty: it is suspect, or has failed this request before."""
     penalty: int = 0
-    """So much is to be said against each pair and aggregated worker of `groups`."""
+    """The penalty of each pair and aggregated worker of `groups`."""
     holders: Sequence[HolderPrefix] = ()
-    """Who is said to hold which of the prompt's blocks; a hint."""
+    """Who is reported to hold which of the prompt's blocks; a hint."""
     lenders: Sequence[HolderPrefix] = ()
     """Those of them that may be read from."""
 

@@ -2,5 +2,5 @@
 
 Virtual time (`clock`), an event loop with processes (`loop`), threads that take turns (`threads`), a message bus
 (`bus`), connections and a data plane (`connection`, `plane`), an engine's thread (`engine`). Bus and connections fail
-as they are told to.
+as they are set to.
 """

@@ -1,4 +1,4 @@
-"""A message bus inside one process that loses, delays, doubles and reorders as it is told. Passes NATS' contract suite.
+"""A message bus inside one process that loses, delays, doubles and reorders as it is set. Passes NATS' contract suite.
 
 Without faults it keeps NATS' promises: at most once, in order for each connection, an answer at once where nobody
 serves a subject. While the broker is away clients keep what they publish, within a bound, and reconnect.
@@ -136,10 +136,10 @@ class SimBroker:
         self.taps: list[Tap] = []
         self.readers: list[Reader] = []
         self.observes_lost: list[Callable[[str], None]] = []
-        """Told the subject of each message that no tap has heard: the broker died before it had read it."""
+        """Called with the subject of each message that no tap has seen: the broker died before it had read it."""
         self.num_messages = 0
         self.denied: set[str] = set()
-        """What clients wanted to say or hear that their permissions do not cover."""
+        """What clients wanted to publish or receive that their permissions do not cover."""
         self._context = contextvars.copy_context()
         """Deliveries run in this context, not in their sender's: a message on its way arrives even where its sender has
         died."""
@@ -158,14 +158,14 @@ class SimBroker:
         """The subscriptions that match a subject. Cleared when a subscription is added or removed."""
 
     def connect(self, name: str, permissions: Permissions | None = None) -> "SimBus":
-        """Return a new client's connection. `permissions`: what it may say and hear; None: everything."""
+        """Return a new client's connection. `permissions`: what it may publish and receive; None: everything."""
         bus = SimBus(self, name, permissions)
         self._buses.append(bus)
         return bus
 
     @property
     def has_all(self) -> bool:
-        """Every client is connected, and what it kept has been said."""
+        """Every client is connected, and what it kept has been sent."""
         return all(bus.is_connected for bus in self._buses)
 
     def go_down(self) -> None:
@@ -197,7 +197,7 @@ class SimBroker:
             pass_on()
 
     def accept(self, pass_on: Callable[[], None], subject: str = "") -> None:
-        """A client has sent something: pass it on, now or once the broker goes on. `subject`: of what taps hear."""
+        """A client has sent something: pass it on, now or once the broker goes on. `subject`: of what taps see."""
         if self._is_still:
             self._unread.append((subject, pass_on))
         elif self._meter is None:
@@ -208,12 +208,12 @@ class SimBroker:
             self._meter.switch(before)
 
     def show(self, subject: str, payload: bytes) -> None:
-        """Let those read a message, or a reply, who are to see all that is said."""
+        """Let those read a message, or a reply, who are to see all that is sent."""
         for reader in self.readers:
             reader(subject, payload)
 
     def drop(self, bus: "SimBus") -> None:
-        """A client has disconnected for good: remove its subscriptions, and say so as NATS does."""
+        """A client has disconnected for good: remove its subscriptions, and publish it as NATS does."""
         bus.is_connected, bus.is_closed = False, True
         if bus in self._buses:
             self._buses.remove(bus)
@@ -441,7 +441,7 @@ class SimBus:
         check_size(subject, payload, headers, self.max_bytes)
 
     def _is_denied(self, verb: str, subject: str) -> bool:
-        """Say whether the broker would deny this, which is a fault of ours: it is noted."""
+        """Return whether the broker would deny this, which is a fault of ours: it is noted."""
         if self._may is None or (verb, subject) in self._allowed:
             return False
         tokens = tuple(subject.split("."))

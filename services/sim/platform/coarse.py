@@ -106,7 +106,7 @@ class CoarseReader(SimPlaneReader):
             raise TransferFailedError(ReadEnd.LEASE, str(error), request.first_token) from error
 
     async def _follow(self, request: ReadRequest, lease: OpenLease, on_started: Callable[[str], None]) -> bytes:
-        """Read as far as it is computed, until all is read; return what the holder says behind it."""
+        """Read as far as it is computed, until all is read; return what the holder sends behind it."""
         stats, progress, num_read = request.stats, lease.kv.progress, request.first_token
         token_bytes = self._shape.layout.block_bytes // self._shape.layout.block_size
         # Subscribe before the first look, and clear `changed` before each: a change after a look then ends the wait.
@@ -146,7 +146,7 @@ class CoarseReader(SimPlaneReader):
 
 @contextmanager
 def _served(lease: OpenLease, stats: TransferStats) -> Generator[None]:
-    """Tell the holder how the read ends."""
+    """Report to the holder how the read ends."""
     try:
         yield
     except BaseException as error:

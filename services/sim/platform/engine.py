@@ -112,7 +112,7 @@ class SimEngineThread(EngineThread):
         asyncio.get_running_loop().call_later(STEP_TIMEOUT_S, look, self._in_step, context=context)
 
     def _die(self, start_s: float) -> None:
-        """In the worker's own process: the one that stands still hears of it later."""
+        """In the worker's own process: the one that stands still sees it later."""
         self._steps.clear()
         self._report_death("the engine was killed", self._in_step)
         asyncio.get_running_loop().call_later(start_s, self._come_back)

@@ -47,7 +47,7 @@ class Process:
         self.cpu = CpuAccount()
         """What it has taken, where the loop has a meter."""
         self.is_charged = False
-        """What it takes passes in virtual time too: meanwhile it does nothing else, and what it says leaves later."""
+        """What it takes passes in virtual time too: meanwhile it does nothing else, and what it sends leaves later."""
 
     def __repr__(self) -> str:
         state = "dead" if self.is_dead else "paused" if self.is_paused else "running"

@@ -49,7 +49,7 @@ class StreamFaults(Protocol):
     """Decides which fault a stream gets, as it is opened."""
 
     def refuses(self, reader_host: str, holder_host: str) -> bool:
-        """Say whether a new connection is refused."""
+        """Return whether a new connection is refused."""
         ...
 
     def on_stream(self, reader_host: str, holder_host: str) -> StreamFault | None: ...

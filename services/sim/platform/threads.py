@@ -181,7 +181,7 @@ def current() -> CoThread:
 
 
 def is_thread() -> bool:
-    """Say whether a cooperative thread runs."""
+    """Return whether a cooperative thread runs."""
     return isinstance(getcurrent(), _Greenlet)
 
 

@@ -3,11 +3,11 @@
 from services.sim.scenario import FaultKind
 
 LOOKS_DEAD: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "loss"})
-"""Faults after which a worker may rightly be taken for dead: it is, or nobody could hear it while others were heard."""
+"""Faults after which a worker may rightly be taken for dead: it is, or it was not received while others were."""
 
 
 class DepartureTap:
-    """Collects who was said to have left by somebody else. `note_event` is a tap of `SimBroker`."""
+    """Collects who was reported to have left by somebody else. `note_event` is a tap of `SimBroker`."""
 
     def __init__(self) -> None:
         self.departed: list[str] = []

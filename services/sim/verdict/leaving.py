@@ -17,7 +17,7 @@ class LeaveTap:
         self._mesh = mesh
         self._now_s = now_s
         self._leaving: dict[Service, float] = {}
-        """Since when, by what they were told; a worker that no scheduler answers takes itself for the last."""
+        """Since when, by what they were answered; a worker that no scheduler answers takes itself for the last."""
 
     def note_message(self, subject: str, payload: bytes) -> None:
         match subject.split(".")[2:]:

@@ -24,7 +24,7 @@ WENT_WRONG = frozenset(
 PROMPT: frozenset[FaultKind] = frozenset(
     {"drain", "disconnect", "slow_client", "corruption", "truncation", "refusal", "stall", "slowness"}
 )
-"""Faults under which the bus loses nothing and nobody stands still: what a worker says is heard at once."""
+"""Faults under which the bus loses nothing and nobody stands still: what a worker sends is received at once."""
 STORY = {
     "placed": RequestPlaced,
     "resumed": RequestResumed,
@@ -51,7 +51,7 @@ class MoveTap:
         """Who has sent tokens of which attempt."""
         self._leaving: set[WorkerId] = set()
         self._failed: set[tuple[AttemptKey, WorkerId]] = set()
-        """Who has said of which attempt that it failed."""
+        """Who has reported of which attempt that it failed."""
         self._wrong: list[str] = []
 
     @property
@@ -81,7 +81,7 @@ class MoveTap:
     def problems(self, kinds: set[FaultKind]) -> Iterator[str]:
         """Yield what is wrong once all requests have ended. `kinds`: the run's faults.
 
-        Nothing is known where the broker died: what it had not read, or clients could keep no more of, was never heard.
+        Nothing is known where the broker died: what it had not read, or clients could keep no more of, is lost.
         """
         if "broker" in kinds:
             return
@@ -103,7 +103,7 @@ class MoveTap:
             if not resumed and last > attempt + 1:  # one that is over before it is placed never began
                 yield f"attempt {attempt} of {request_id} was migrated by {', '.join(givers)} and nothing came of it"
             if kinds - PROMPT:
-                continue  # what was said may have been lost, and was asked for in its time
+                continue  # what was sent may have been lost, and was asked for in its time
             # The wait ends as the next attempt begins, or with the request. A worker no longer needed is exempt.
             over_s = resumed[0][1] if resumed else ended_s
             for worker_id, given_s in givers.items():
@@ -112,7 +112,7 @@ class MoveTap:
                     yield f"attempt {attempt} of {request_id}, migrated by {worker_id}, waited {waited_s:.3f} s"
 
     def _note_failure(self, worker_id: WorkerId, tokens: RequestTokens) -> None:
-        """A failure is said once; who asks for progress is told what was said last."""
+        """A failure is sent once; a question for progress is answered with what was sent last."""
         if tokens.failure is None:
             return
         published = ((RequestId(tokens.request_id), tokens.attempt), worker_id)
@@ -143,6 +143,6 @@ class MoveTap:
                 self._ended[event.request_id] = (event.attempt, self._now_s())
 
     def _goes_without(self, key: AttemptKey, worker_id: WorkerId) -> bool:
-        """Say whether an attempt needs this worker no more: its decode worker has answered, whoever gave it up."""
+        """Return whether an attempt needs this worker no more: its decode worker has answered, whoever gave it up."""
         decode_worker = self._decode_worker.get(key)
         return decode_worker not in (None, worker_id) and (key, decode_worker) in self._answered

@@ -1,1 +1,1 @@
-"""What a worker measures, and what it says of itself."""
+"""What a worker measures, and what it reports of itself."""

@@ -63,7 +63,7 @@ class MeasuredRates:
         """Add a read that landed. `asked_ns`: when its lease was asked for."""
         key = (source, stats.carrier)
         pair = self._transfers.pop(key, None) or _Transfer()
-        self._transfers[key] = pair  # the one heard of last is at the end
+        self._transfers[key] = pair  # the one measured last is at the end
         if len(self._transfers) > MAX_MEASURED_PAIRS:
             del self._transfers[next(iter(self._transfers))]
         first_byte_ns = stats.first_byte_ns or stats.landed_ns

@@ -17,14 +17,14 @@ ReadKind = Literal["handover", "fetch"]
 
 
 class WorkerMetrics:
-    """One worker's. `load` says how things stand."""
+    """One worker's. `load` returns how things stand."""
 
     def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad]) -> None:
         self.metrics = metrics
         self._load = load
         self._num_late = 0
         self._rates: dict[tuple[str, str], float] = {}
-        """Bytes a second, by source and carrier; the one heard of last is at the end."""
+        """Bytes a second, by source and carrier; the one measured last is at the end."""
         metrics.on_sample(self._sample)
 
     def _sample(self) -> None:

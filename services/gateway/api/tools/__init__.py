@@ -1,1 +1,1 @@
-"""Tools: what a request says of them, calls as models of several families write them, and grammars that hold these."""
+"""Tools: what a request asks of them, calls as models of several families write them, and grammars that hold these."""

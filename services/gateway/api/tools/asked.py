@@ -1,4 +1,4 @@
-"""What a request says of tools: checked, and bounded."""
+"""What a request asks of tools: checked, and bounded."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call. `parameters` is a JSON schema of an object.
 
     `shown` is what a chat template sees: the client's own JSON object without fields that are null, and without
-    `strict`, which is said to us.
+    `strict`, which is meant for us.
     """
 
     name: str
@@ -78,7 +78,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
 
 
 def tool_choice_of(given: object, tools: Sequence[Tool]) -> ToolChoice:
-    """Return what a request's `tool_choice` says. Raises InvalidRequestError."""
+    """Return what a request's `tool_choice` asks for. Raises InvalidRequestError."""
     if given is None:
         return ToolChoice(mode="auto" if tools else "none")
     if given in ("none", "auto", "required"):

@@ -44,7 +44,7 @@ class _Form(NamedTuple):
 
 
 def needs_grammar(tools: Sequence[Tool], choice: ToolChoice) -> bool:
-    """Say whether an answer must be held to a grammar."""
+    """Return whether an answer must be held to a grammar."""
     return choice.mode == "required" or (choice.mode == "auto" and any(tool.strict for tool in tools))
 
 
@@ -70,7 +70,7 @@ def tool_grammar(
     begin, opening, _, separator, closing = (_lark(text, token_ids) for text in form)
     more = f"({separator} call)*" if many else ""
     calls = f"{opening} call {more} {closing}"
-    # Say where calls may stand: alone where they are required, else behind a marker in free text.
+    # Set where calls may stand: alone where they are required, else behind a marker in free text.
     if not is_free:
         rules = ["start: calls", f"calls: {begin} {calls}"]
     elif form.begin:

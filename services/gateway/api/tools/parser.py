@@ -1,8 +1,8 @@
 """Calls in an answer's text, as models of several families write them.
 
-A call is told of as soon as it is certain that there is one: its name is that of a tool, and its arguments begin as a
+A call is passed on as soon as it is certain that there is one: its name is that of a tool, and its arguments begin as a
 JSON object does. From then on what the model writes up to the call's end is its arguments, character for character,
-even where it breaks the JSON off: OpenAI's clients are told to expect that. Whatever only looks like a call until then
+even where it breaks the JSON off: OpenAI's clients are warned of that. Whatever only looks like a call until then
 is content, with its markers; so is what follows it, up to the next marker. White space between calls, before the first
 and after the last is part of the format.
 """
@@ -50,7 +50,7 @@ class ToolParser(ABC):
         self._reader = Reader()
         self._pieces: list[Piece] = []
         self._streams_arguments = False
-        """What is taken now are a call's arguments, and is told of at once."""
+        """What is taken now are a call's arguments, and is passed on at once."""
         self._steps = self._run()
 
     def feed(self, text: str) -> list[Piece]:
@@ -108,7 +108,7 @@ class ToolParser(ABC):
         return True
 
     def _envelope(self) -> Steps[None]:
-        """Read a call that is an object with a name and arguments. Raises as `_calls`, before the call was told of."""
+        """Read a call that is an object with a name and arguments. Raises as `_calls`, before the call is passed on."""
         reader, num_before = self._reader, self.num_calls
         name = arguments = ""
         # Fields come in any order: arguments behind the name are passed on as they come, others are kept to the end.
@@ -149,7 +149,7 @@ class ToolParser(ABC):
             self._emit_whole(self._known(name), arguments)
 
     def _arguments(self, name: str) -> Steps[None]:
-        """Tell of a call, and of its arguments as they come, up to the call's end where their JSON breaks off. Raises
+        """Pass on a call, and its arguments as they come, up to the call's end where their JSON breaks off. Raises
         NoCallError where no object comes."""
         reader = self._reader
         if not (yield from reader.begins_object()):
@@ -196,7 +196,7 @@ class ToolParser(ABC):
         return name
 
     def _emit_whole(self, name: str, arguments: str) -> None:
-        """Tell of a call whose arguments came before its name, or did not come at all."""
+        """Pass on a call whose arguments came before its name, or did not come at all."""
         if not arguments.startswith("{") and arguments not in ("", "null"):
             raise NoCallError
         self._begin_call(name)
@@ -213,7 +213,7 @@ class ToolParser(ABC):
         self._drop(reader.at)
 
     def _emit_content(self, num_characters: int) -> None:
-        """Let the first characters of what was not told of through, and go on behind them."""
+        """Let the first characters of what was not passed on through, and go on behind them."""
         if num_characters:
             self._pieces.append(Content(self._reader.text[:num_characters]))
         self._drop(num_characters)

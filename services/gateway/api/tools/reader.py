@@ -1,7 +1,7 @@
 """Reads text that is still coming: each step takes what is there, and waits (`yield`) where it needs more.
 
 What is read does not depend on how the text comes. JSON is followed character by character, so that a call's arguments
-can be told of while they are written.
+can be passed on while they are written.
 """
 
 import re
@@ -62,7 +62,7 @@ class Reader:
         return self.take_while(_SPACES)
 
     def begins_object(self) -> Steps[bool]:
-        """Say whether a JSON object comes, by its first two characters; nothing is taken."""
+        """Return whether a JSON object comes, by its first two characters; nothing is taken."""
         begin = self.at
         found = yield from self.word("{")
         if found:
