@@ -226,7 +226,7 @@ class ClaimName(Message, frozen=True, kw_only=True):
     token: str
     where: str
     settled: bool
-    """It has received no other claim for as long as an answer may take."""
+    """No other claim that keeps the name has come for as long as an answer may take."""
 
 
 class AskTime(Message, frozen=True, kw_only=True):

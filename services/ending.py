@@ -34,7 +34,7 @@ def end_on_signal() -> None:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end)  # written as the signal comes, whatever the main thread does
     signal.signal(signal.SIGTERM, _unwind)
-    threading.Thread(target=_end_late, args=(read_end,), name="end when told", daemon=True).start()
+    threading.Thread(target=_end_late, args=(read_end,), name="end on signal", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -225,7 +225,7 @@ class Read:
             raise TransferFailedError(ReadEnd(fail.code), fail.reason)
         landing.check_whole()
         if (believed := self._believed(self.request.num_tokens)) < self.request.num_tokens:
-            detail = f"the block of token {believed} is not what it is said to be"
+            detail = f"the block of token {believed} is not what its MAC says"
             raise TransferFailedError(ReadEnd.CONTENT, detail)
         self.stats.landed_ns = time.monotonic_ns()
         return Landed(self.request.num_tokens, body, self.stats)

@@ -248,7 +248,7 @@ class BrokerTransport(TcpTransport):
         self._io_reader = self._io_writer = None
 
 
-class BrokerSaysError(nats.errors.Error):
+class BrokerRefusedError(nats.errors.Error):
     """What the broker sent as it let go of a connection that it had just taken."""
 
 
@@ -279,7 +279,7 @@ class BrokerClient(Client):
             self._own_transport.give_up()
             if isinstance(error, Exception) and unread.startswith(ERR_OP):
                 self.broker_error = _words(unread.split(b"\r\n", 1)[0].removeprefix(ERR_OP).decode(errors="replace"))
-                raise BrokerSaysError(self.broker_error) from error
+                raise BrokerRefusedError(self.broker_error) from error
             if isinstance(error, nats.errors.Error) and str(error).startswith("nats: '"):
                 self.broker_error = _words(str(error))
             raise
@@ -288,7 +288,7 @@ class BrokerClient(Client):
     async def _process_err(self, err_msg: str) -> None:
         self.broker_error = _words(err_msg)
         if _TOO_MANY_SUBSCRIPTIONS in err_msg.lower():  # the connection stays, which the library would close for good
-            await self._error_cb(BrokerSaysError(self.broker_error))
+            await self._error_cb(BrokerRefusedError(self.broker_error))
             return
         await super()._process_err(err_msg)
 
@@ -350,7 +350,7 @@ class NatsBus:
         return self._client.is_connected
 
     @property
-    def last_words(self) -> str:
+    def broker_error(self) -> str:
         """What the broker answered to the last thing that it would not do; empty: nothing."""
         return self._client.broker_error
 
@@ -619,13 +619,13 @@ class NatsBus:
             text = f"the broker at {self._url} {error}; {_CERTIFIED}"
             if self.num_connects == 0:
                 raise BrokerRefusesError(text)
-            self._say_once(text)
+            self._log_once(text)
             return
         if _REFUSED in text.lower() and self._renew is not None:
             self._renew_s = 0.0  # what we have is of no use any more
         # The library tries again several times a second: log the broker's words once, and not with each attempt.
         if not self.is_connected and self._client.broker_error and self.num_connects:
-            self._say_once(f"the broker at {self._url} does not let us in: {self._client.broker_error}")
+            self._log_once(f"the broker at {self._url} does not let us in: {self._client.broker_error}")
             return
         # The subject of ended connections is optional: without it the scheduler relies on its pings.
         if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
@@ -637,7 +637,7 @@ class NatsBus:
         # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
 
-    def _say_once(self, text: str) -> None:
+    def _log_once(self, text: str) -> None:
         """Log once what comes again with every attempt to connect."""
         if text != self._last_logged:
             self._last_logged = text

@@ -28,7 +28,7 @@ app.add_typer(bench, name="bench")
 app.command()(simulate)
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"kvmesh {importlib.metadata.version('kvmesh')}")
         raise typer.Exit
@@ -37,7 +37,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """Serve a language model with prefill and decode on different workers."""

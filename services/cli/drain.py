@@ -63,7 +63,7 @@ class Leaving:
                 raise UserError(f"{name} has not left after {took_s:.0f} s; it goes on leaving")
             self.status.update(f"{name} leaves: {load.num_running} run, {load.blocks.leased} blocks are read")
             await asyncio.sleep(LEAVE_POLL_S)
-        again = ", as it was told before" if answer.is_leaving else ""
+        again = ", as it was asked before" if answer.is_leaving else ""
         return f"{name} has left after {time.monotonic() - began_s:.1f} s{again}"
 
     async def comes_back(self, worker: WorkerInfo) -> str:

@@ -55,7 +55,7 @@ async def sub(access: BusAccess, pattern: str, stop: asyncio.Event) -> None:
         console.print(Text(f"receiving {pattern}{notes}. Ctrl-C ends it.", style="dim"))
         await ended_before(stop, _print(subscription, console))
     except BusError as error:
-        raise UserError(f"{pattern} cannot be heard: {error}") from error
+        raise UserError(f"cannot subscribe to {pattern}: {error}") from error
     finally:
         await bus.close()
 

@@ -82,7 +82,7 @@ def _publish_reserved(attempts: Attempts, attempt: Attempt) -> Publish:
     return publish_event(subjects.RESERVED, reserved, attempt.traceparent)
 
 
-def say_reserved_again(attempts: Attempts, attempt: Attempt, _: TimePassed, now_ms: int) -> list[Action]:
+def report_reserved_again(attempts: Attempts, attempt: Attempt, _: TimePassed, now_ms: int) -> list[Action]:
     """Report once more that there is room where no offer has come."""
     upstream, again_ms = upstream_of(attempt), attempts.limits.times.decode.reserved_again_ms
     if upstream.reserved_ms is None:

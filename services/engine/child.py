@@ -88,7 +88,7 @@ def _listen(channel: Channel[ToProcess], loop: EngineLoop, received: Iterable[To
     except EOFError:
         os._exit(0)  # nobody is there for whom to compute
     except BaseException:
-        log.exception("hearing the worker has failed")
+        log.exception("reading from the worker has failed")
         os._exit(1)  # who receives nothing computes what nobody wants; the worker starts another one
 
 

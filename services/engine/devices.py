@@ -62,8 +62,8 @@ async def probe_cards() -> Cards:
     )
     try:
         async with asyncio.timeout(limits.PROBE_TIMEOUT_S):
-            said, _ = await process.communicate()
-        return msgspec.json.decode(said, type=Cards)
+            found, _ = await process.communicate()
+        return msgspec.json.decode(found, type=Cards)
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -141,13 +141,13 @@ class EngineProcess(EngineClient):
         except EOFError:
             return f"the engine's process {ending(child.process.wait())}"
         except (IpcError, LookupError) as error:
-            log.exception("the engine's process says what makes no sense")
+            log.exception("the engine's process sent what makes no sense")
             child.kill_process()
-            return f"the engine's process says what makes no sense: {error}"
+            return f"the engine's process sent what makes no sense: {error}"
         except Exception as error:
-            log.exception("hearing the engine's process has failed")
+            log.exception("reading from the engine's process has failed")
             child.kill_process()
-            return f"hearing the engine's process has failed: {type(error).__name__}: {error}"
+            return f"reading from the engine's process has failed: {type(error).__name__}: {error}"
 
     def _replace_child(self) -> bool:
         """Take another one, and return whether it is ready: the one before may have been ended by what it loads."""

@@ -102,7 +102,7 @@ class EngineChild:
             if code is not None:
                 raise UserError(f"the engine's process {ending(code)} while it loaded the model") from error
             if isinstance(error, IpcError):
-                raise UserError(f"the engine's process says what makes no sense: {error}") from error
+                raise UserError(f"the engine's process sent what makes no sense: {error}") from error
             raise
 
 

@@ -1,1 +1,1 @@
-"""What every worker does, whatever its role: hold blocks, serve reads, run the engine, report how it is."""
+"""What a holder of KV does, as a worker and a store have one: hold blocks, lend them, read, report how it is."""

@@ -187,7 +187,7 @@ async def _serve(
                 comes_again = await start(bus, telemetry, stop, on_ready)
         # Where the broker has ended the service, fail with its reason: nobody has asked for this end.
         if comes_again is None and ends.done() and ends.result():
-            why = f": {bus.last_words}" if bus.last_words else ""
+            why = f": {bus.broker_error}" if bus.broker_error else ""
             raise UserError(f"the broker at {access.shown} has closed the connection for good{why}")
         return comes_again
     finally:

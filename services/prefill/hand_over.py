@@ -34,7 +34,7 @@ def begin_prompts(attempts: Attempts, now_ms: int) -> list[Action]:
             if attempt.runs_ahead or (stuck := _stuck(attempts)) is None:
                 break
             reason = "the decode worker has no room and the blocks are needed"
-            actions += attempts.close_lease(stuck, LeaseEnd.CANCELLED, reason, tells_other_end=True)
+            actions += attempts.close_lease(stuck, LeaseEnd.CANCELLED, reason, notifies_other_end=True)
             actions += attempts.forget_attempt(stuck, now_ms)
             continue
         attempts.leave_line(attempt)
@@ -195,7 +195,7 @@ def watch_lease(attempts: Attempts, attempt: Attempt, _: TimePassed, now_ms: int
     if lease is None:
         return []
     if lease.closes_ms is not None and lease.closes_ms <= now_ms:
-        detail = "the stream has ended, and its reader said nothing more"
+        detail = "the stream has ended, and its reader sent nothing more"
         return attempts.end_attempt(attempt, detail, now_ms, lease_end=LeaseEnd.SILENT)
     if attempt.stage is not RunStage.HANDING_OVER or not lease.is_offered:
         attempts.leases.renew(lease, now_ms, attempts.limits.lease_ms)
@@ -208,8 +208,8 @@ def end_expired(attempts: Attempts, now_ms: int) -> list[Action]:
     attempt_of = {a.lease.lease_id: a for a in attempts.records.values() if a.lease is not None}
     for lease in attempts.leases.expire(now_ms, lambda lease: lease.lease_id in attempt_of, "the lease expired"):
         attempt = attempt_of[lease.lease_id]
-        actions += attempts.lease_gone(attempt, lease, tells_other_end=True)
-        actions += attempts.end_attempt(attempt, "the lease expired", now_ms, tells_other_end=False)
+        actions += attempts.lease_gone(attempt, lease, notifies_other_end=True)
+        actions += attempts.end_attempt(attempt, "the lease expired", now_ms, notifies_other_end=False)
     return actions
 
 

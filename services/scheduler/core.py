@@ -43,7 +43,7 @@ from services.scheduler.events import (
     PingUnanswered,
     PingUnserved,
     ProveBus,
-    SayLeft,
+    PublishLeft,
     SendPing,
 )
 from services.scheduler.limits import LOOK_GAP_MS, MAX_OUTSTANDING_PINGS, SECOND_PING_SHARE
@@ -257,12 +257,12 @@ class SchedulerCore:
                 pass
         return []
 
-    def _declare(self, worker_id: WorkerId, reason: LeftReason, now_ms: int) -> SayLeft:
+    def _declare(self, worker_id: WorkerId, reason: LeftReason, now_ms: int) -> PublishLeft:
         """Declare that a known worker has left."""
         incarnation = self._members[worker_id].worker.info.incarnation
         left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason=reason)
         self._leave(left, now_ms)
-        return SayLeft(left)
+        return PublishLeft(left)
 
     def _leave(self, left: WorkerLeft, now_ms: int) -> None:
         self._fences.fence(left, now_ms)
@@ -273,7 +273,7 @@ class SchedulerCore:
 
     def _repeat_left(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> list[Action]:
         again = self._fences.repeat(worker_id, incarnation, now_ms)
-        return [SayLeft(again)] if again else []
+        return [PublishLeft(again)] if again else []
 
     def _doubt(self, member: Member, ask_ms: int) -> None:
         """Ask this worker from then on until it answers."""

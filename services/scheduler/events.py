@@ -23,7 +23,7 @@ class SendPing:
 
 
 @dataclass(frozen=True, slots=True)
-class SayLeft:
+class PublishLeft:
     """Publish on a worker's behalf that it has left."""
 
     left: WorkerLeft
@@ -78,4 +78,4 @@ class BusProved:
 
 FleetEvent = WorkerJoined | WorkerLoad | WorkerBeat | WorkerDraining | WorkerLeft
 Event = FleetEvent | ConnectionEnded | PingAnswered | PingUnserved | PingUnanswered | BusProved | BusConnected
-Action = SendPing | SayLeft | ProveBus
+Action = SendPing | PublishLeft | ProveBus

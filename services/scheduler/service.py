@@ -43,7 +43,7 @@ from services.scheduler.events import (
     PingUnanswered,
     PingUnserved,
     ProveBus,
-    SayLeft,
+    PublishLeft,
     SendPing,
 )
 from services.scheduler.metrics import SchedulerMetrics, kind_of
@@ -213,10 +213,10 @@ class Scheduler:
             match action:
                 case SendPing():
                     self._start(self._ping(action), f"ping {action.worker_id}")
-                case SayLeft(left=left):
+                case PublishLeft(left=left):
                     log.warning("worker %s has left: %s", left.worker_id, left.reason)
                     self._measured.left(left)
-                    self._start(self._say_left(left), f"say that {left.worker_id} left")
+                    self._start(self._publish_left(left), f"publish that {left.worker_id} left")
                 case ProveBus():
                     self._start(self._prove(), "ask whether the bus works")
 
@@ -247,8 +247,8 @@ class Scheduler:
         finally:
             self._take_in(BusProved(works))
 
-    async def _say_left(self, left: WorkerLeft) -> None:
+    async def _publish_left(self, left: WorkerLeft) -> None:
         try:
             await self._bus.publish(subjects.LEFT, (left.worker_id,), left)
         except BusError as error:
-            log.warning("could not say that %s left: %s", left.worker_id, error)
+            log.warning("could not publish that %s left: %s", left.worker_id, error)

@@ -110,7 +110,7 @@ class CertificateFile:
         self._ends = _first_end(path)
         self._warned_at: datetime.datetime | None = None
         """When it was last logged that the end is near."""
-        self._say_end()
+        self._warn_of_end()
 
     @property
     def days_left(self) -> float:
@@ -135,7 +135,7 @@ class CertificateFile:
                 self._loaded = state
                 self._read_again()
             self._seen = state
-            self._say_end()
+            self._warn_of_end()
 
     def _read_again(self) -> None:
         try:
@@ -146,7 +146,7 @@ class CertificateFile:
         self._ends, self._warned_at = _first_end(self._path), None
         log.warning("%s has changed and was read again, its end is %s", self._path, self._ends)
 
-    def _say_end(self) -> None:
+    def _warn_of_end(self) -> None:
         """Log once a day that the end is near."""
         now = datetime.datetime.now(datetime.UTC)
         if self._ends is None or self._ends - now > _ENDS_SOON or (self._warned_at and now - self._warned_at < _DAY):

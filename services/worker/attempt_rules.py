@@ -90,7 +90,7 @@ def engine_died(attempts: Attempts, attempt: Attempt, event: EngineDied, now_ms:
 def _dropped_by_engine(attempts: Attempts, attempt: Attempt) -> list[Action]:
     """End what others hold of an attempt that the engine has dropped."""
     tells = not attempt.has_ended
-    return attempts.close_lease(attempt, LeaseEnd.CANCELLED, attempt.outcome, tells_other_end=tells)
+    return attempts.close_lease(attempt, LeaseEnd.CANCELLED, attempt.outcome, notifies_other_end=tells)
 
 
 # Reads.
@@ -141,7 +141,7 @@ def other_end_gave_up(attempts: Attempts, attempt: Attempt, event: HandoffAborte
     if attempt.upstream is not None:
         return lose_source(attempts, attempt, event.reason, now_ms)
     attempt.end = event.end
-    return attempts.end_attempt(attempt, event.reason, now_ms, tells_other_end=False)
+    return attempts.end_attempt(attempt, event.reason, now_ms, notifies_other_end=False)
 
 
 def worker_left(attempts: Attempts, attempt: Attempt, event: WorkerLeft, now_ms: int) -> list[Action]:

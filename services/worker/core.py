@@ -73,7 +73,7 @@ _LEASED: dict[type, AttemptRule] = {
 TABLE: Mapping[RunStage, Mapping[type, AttemptRule]] = {
     RunStage.QUEUED: _IN_LINE,
     RunStage.WAITING: _IN_LINE,
-    RunStage.RESERVED: {**_OWING, KVOffered: receive.offered, TimePassed: receive.say_reserved_again},
+    RunStage.RESERVED: {**_OWING, KVOffered: receive.offered, TimePassed: receive.report_reserved_again},
     RunStage.RECEIVING: {**_OWING, ReadStarted: receive.read_started, ReadEnded: receive.hand_over_ended},
     RunStage.FETCHING: {**_OWING, **_LEASED, ReadEnded: rules.read_ended},
     RunStage.COMPUTING: {

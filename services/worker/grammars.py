@@ -60,12 +60,12 @@ class ReceivedGrammars:
         try:
             sent = await self._bus.ask(subjects.GRAMMAR, (request.gateway_id,), question, self._timeout_s)
         except BusError as error:
-            detail = f"{self._worker_id} was not told what the answer must be: {error.reason}"
+            detail = f"{self._worker_id} did not get the answer's grammar: {error.reason}"
             return refuse(request, RefusalReason.OVERLOADED, detail)
         if not sent.grammar:
             return refuse(request, RefusalReason.DEADLINE, f"{request.gateway_id} does not know the request any more")
         if digest_of_grammar(sent.grammar) != request.sampling.grammar_digest:
-            return refuse(request, RefusalReason.INVALID, f"{request.gateway_id} has told another grammar")
+            return refuse(request, RefusalReason.INVALID, f"{request.gateway_id} has sent another grammar")
         return sent.grammar
 
     def _keep(self, digest: bytes, text: str) -> None:

@@ -68,7 +68,7 @@ def test_sub_prints_what_comes_until_ctrl_c(broker: tuple[str, Path], tmp_path: 
             await gateway.flush()
 
     with stopped_with(hearing) as lines:
-        assert "hearing mesh.v1.request.*.failed. Ctrl-C ends it." in next(lines)
+        assert "receiving mesh.v1.request.*.failed. Ctrl-C ends it." in next(lines)
         asyncio.run(publish(encode(failed), dangerous, b'{"type":"junk\x1b"}'))
         heads, texts = zip(*((next(lines), next(lines)) for _ in range(3)), strict=True)
     assert hearing.returncode == 0

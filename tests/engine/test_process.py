@@ -61,7 +61,7 @@ def again(rig: Rig) -> LoadEngine:
         (lambda rig: rig.child.process.kill(), "the engine's process was killed by SIGKILL, as the kernel does where"),
         (lambda rig: rig.child.process.send_signal(signal.SIGSEGV), "the engine's process was killed by SIGSEGV"),
         (lambda rig: (rig.fail(fake_child.DIES), rig.gate.set()), "the engine's process ended with code 7"),
-        (lambda rig: (rig.fail(fake_child.BABBLES), rig.gate.set()), "the engine's process says what makes no sense"),
+        (lambda rig: (rig.fail(fake_child.BABBLES), rig.gate.set()), "the engine's process sent what makes no sense"),
         (lambda rig: rig.child.channel.send_message(again(rig)), "the engine's process ended with code 1"),
     ],
     ids=["kill", "fault", "exit", "nonsense", "what it cannot hear"],

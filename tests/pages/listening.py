@@ -23,7 +23,7 @@ from services.trust.keys import BusAccess
 from tests.pages.limits import TIMEOUT_S
 from tests.pages.scene import Scene, running_mesh
 
-START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
+START, END = "<!-- received: listening -->\n", "<!-- end of what was received -->"
 WIDTH = 140
 MAX_TEXT = 48
 """Characters of one string that are shown; hashes are longer."""
@@ -134,7 +134,7 @@ def section(heard: Heard) -> str:
         f"| `{listening.subscription}` | {received_by(listening.subscription)} | {listening.shows} |"
         for listening in LISTENING
     ]
-    lines = ["| `kvmesh sub` | who hears it | what it shows |", "|---|---|---|", *rows, "", "```"]
+    lines = ["| `kvmesh sub` | who receives it | what it shows |", "|---|---|---|", *rows, "", "```"]
     for listening in LISTENING:
         flag = " --operator" if received_by(listening.subscription) == Role.OPERATOR else ""
         lines.append(f"$ kvmesh sub '{listening.subscription}'{flag}")
@@ -148,7 +148,7 @@ def section(heard: Heard) -> str:
 
 
 def received_by(subscription: str) -> str:
-    """Return who hears a subscription, by the permissions on the broker. Operators hear all."""
+    """Return who receives a subscription's messages, by the permissions on the broker. Operators: all."""
     found = subjects_of(subscription)
     unheard = not_received_by(Role.OBSERVER, found)
     if len(unheard) == len(found):

@@ -24,7 +24,7 @@ from services.bus.limits import MIN_PAYLOAD_BYTES
 from services.config import SchedulerConfig
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import Action, BusProved, SayLeft
+from services.scheduler.events import Action, BusProved, PublishLeft
 from services.scheduler.placement.fleet_view import Demand, FleetView
 from services.scheduler.placement.named import policy_named
 from services.scheduler.placement.policy import Policy, Question, affinity, least_loaded, round_robin
@@ -73,7 +73,7 @@ def fleet(policy: str, *workers: WorkerInfo) -> SchedulerCore:
 
 
 def said_left(actions: list[Action]) -> list[WorkerLeft]:
-    return [action.left for action in actions if isinstance(action, SayLeft)]
+    return [action.left for action in actions if isinstance(action, PublishLeft)]
 
 
 def placed(core: SchedulerCore, request: PlaceRequest) -> tuple[str, str | None]:

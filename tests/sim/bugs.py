@@ -276,7 +276,7 @@ def sweep_stops_at_first_living_lease(patch: pytest.MonkeyPatch) -> None:
 
 @bug("an expired lease is forgotten, its blocks are not given back", *FAULT_KINDS)
 def expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    def forgotten(self: Attempts, attempt: Any, lease: Any, *, tells_other_end: bool) -> list[Any]:
+    def forgotten(self: Attempts, attempt: Any, lease: Any, *, notifies_other_end: bool) -> list[Any]:
         attempt.downstream.lease = None
         return []
 

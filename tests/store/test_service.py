@@ -380,13 +380,13 @@ async def test_what_is_damaged_in_the_stores_memory_is_not_believed(
             await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
             assert len(parts.memory.kept.tags) == 10 and await around.fetch(*range(10)) == 10
             parts.arena.array[:] ^= 1
-            with pytest.raises(TransferFailedError, match="not what it is said to be"):
+            with pytest.raises(TransferFailedError, match="not what its MAC says"):
                 await around.fetch(*range(10))
         if kind != "memory":
             async with store(around, config) as parts:
                 assert await around.fetch(*range(10)) == 10
                 parts.arena.array[:] ^= 1
-                with pytest.raises(TransferFailedError, match="not what it is said to be"):
+                with pytest.raises(TransferFailedError, match="not what its MAC says"):
                     await around.fetch(*range(10))
 
 

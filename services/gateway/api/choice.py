@@ -79,7 +79,7 @@ class TextReader:
 class Choice:
     """`hidden_ids` end an answer and are not shown. In the text of the first `min_tokens` no stop string is looked for.
 
-    `tells_reasoning`: else neither it nor its tokens are shown. `shows_none`: only the prompt was asked for; the mesh
+    `returns_reasoning`: else neither it nor its tokens are shown. `shows_none`: only the prompt was asked for; the mesh
     computes a token all the same.
     """
 
@@ -90,7 +90,7 @@ class Choice:
     reader: TextReader
     hidden_ids: Collection[int]
     min_tokens: int = 0
-    tells_reasoning: bool = True
+    returns_reasoning: bool = True
     shows_none: bool = False
     has_named_call: bool = False
     """The client named the call that it is to get: an answer that has it just stops."""
@@ -168,13 +168,13 @@ class Choice:
     @property
     def _next_unsent(self) -> int:
         """Where among the tokens the first one is that no event has yet, and that is sent at all."""
-        return self.num_sent if self.tells_reasoning else max(self.num_sent, self.num_reasoning)
+        return self.num_sent if self.returns_reasoning else max(self.num_sent, self.num_reasoning)
 
     @property
     def _may_be_thoughts(self) -> bool:
         """The tokens are not sent, or not yet: that they are no thoughts is not certain."""
         thoughts = self.reader.thoughts
-        return not self.tells_reasoning and thoughts is not None and not thoughts.is_over and not self.finish_reason
+        return not self.returns_reasoning and thoughts is not None and not thoughts.is_over and not self.finish_reason
 
     def _runs(self, tokens: Sequence[int], num_first: int) -> Sequence[Sequence[int]]:
         """Return tokens in the runs whose texts are taken together; one ends behind the first so many."""
@@ -184,4 +184,4 @@ class Choice:
 
     def _shown(self, pieces: list[Piece]) -> list[Piece]:
         self._has_calls = self._has_calls or any(isinstance(piece, CallBegin) for piece in pieces)
-        return [piece for piece in pieces if self.tells_reasoning or not isinstance(piece, Reasoning)]
+        return [piece for piece in pieces if self.returns_reasoning or not isinstance(piece, Reasoning)]

@@ -39,7 +39,7 @@ class Chat(NamedTuple):
     parallel: bool
     """An answer may have several calls."""
     splits_reasoning: bool
-    tells_reasoning: bool
+    returns_reasoning: bool
 
 
 class OutputParser(NamedTuple):
@@ -52,7 +52,7 @@ class OutputParser(NamedTuple):
     """The answer is over with its first call."""
     keeps_reasoning: bool = False
     """It is not split off: it stays in the text."""
-    tells_reasoning: bool = True
+    returns_reasoning: bool = True
     has_named_call: bool = False
 
     @property
@@ -82,7 +82,7 @@ def chat_of(body: ChatBody) -> Chat:
         choice=tool_choice_of(body.tool_choice, tools),
         parallel=body.parallel_tool_calls is not False,
         splits_reasoning=body.separate_reasoning is not False,
-        tells_reasoning=body.include_reasoning is not False,
+        returns_reasoning=body.include_reasoning is not False,
     )
 
 
@@ -112,7 +112,7 @@ def answer_to(
         # mode the grammar allows no second one.
         only_one=not chat.parallel and chat.choice.mode == "auto",
         keeps_reasoning=not chat.splits_reasoning,
-        tells_reasoning=chat.tells_reasoning,
+        returns_reasoning=chat.returns_reasoning,
         has_named_call=bool(chat.choice.name),
     )
     return parser, _constraint(chat, parser, codec, document, _thoughts(state, parser, codec))

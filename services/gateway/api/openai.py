@@ -103,7 +103,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     logprobs: Annotated[bool | None, about("Logprobs of the answer's tokens.")] = None
     top_logprobs: Annotated[NumTop | None, about("With those of so many likeliest tokens.")] = None
     reasoning_effort: Annotated[str | None, about("How long to think, where the template knows the word.")] = None
-    include_reasoning: Annotated[bool | None, about("False: what the model thought is not told.", "vLLM")] = None
+    include_reasoning: Annotated[bool | None, about("False: what the model thought is not returned.", "vLLM")] = None
     separate_reasoning: Annotated[bool | None, about("False: it stays in the text, with its marks.", "SGLang")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables of the model's template.", "vLLM")] = None
     documents: Annotated[list[dict[str, Any]] | None, about("What the template may quote from.", "vLLM")] = None

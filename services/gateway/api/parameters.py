@@ -131,7 +131,7 @@ UNHONOURED: tuple[Parameter, ...] = (
     *_refused("vLLM", _CHAT, "ask /tokenize", "return_prompt_text", harmless=(False,)),
     *_refused("vLLM", _ALL, _NO_MEDIA, "mm_processor_kwargs", "media_io_kwargs", "mm_payload", harmless=({},)),
     *_refused("vLLM", _ALL, _NO_MEDIA, "return_mm_kwargs", harmless=(False,)),
-    *_refused("vLLM", _CLASSIC, "a model's experts are not told", "routed_experts_prompt_start", harmless=(0,)),
+    *_refused("vLLM", _CLASSIC, "a model's experts are not returned", "routed_experts_prompt_start", harmless=(0,)),
     *_refused("vLLM", _CLASSIC, "white space in JSON is a blank, or a line's indent", "guided_whitespace_pattern"),
     *_refused("SGLang", _CLASSIC, "use `structured_outputs`", "regex", "ebnf", "json_schema"),
     *_refused("SGLang", _CLASSIC, "use `stop`", "stop_regex"),
@@ -144,9 +144,9 @@ UNHONOURED: tuple[Parameter, ...] = (
     *_refused("SGLang", _CLASSIC, _CLIENTS_PLACE_NOTHING, "bootstrap_host", "bootstrap_port", "bootstrap_room"),
     *_refused("SGLang", _CLASSIC, _CLIENTS_PLACE_NOTHING, "routed_dp_rank", "disagg_prefill_dp_rank"),
     *_refused("SGLang", _CLASSIC, _CLIENTS_PLACE_NOTHING, "data_parallel_rank"),
-    *_refused("SGLang", _CLASSIC, "what a model thinks in is not told", "return_hidden_states", harmless=(False,)),
-    *_refused("SGLang", _CLASSIC, "a model's experts are not told", "return_routed_experts", harmless=(False,)),
-    *_refused("SGLang", _CLASSIC, "a model's experts are not told", "routed_experts_start_len", harmless=(0,)),
+    *_refused("SGLang", _CLASSIC, "what a model thinks in is not returned", "return_hidden_states", harmless=(False,)),
+    *_refused("SGLang", _CLASSIC, "a model's experts are not returned", "return_routed_experts", harmless=(False,)),
+    *_refused("SGLang", _CLASSIC, "a model's experts are not returned", "routed_experts_start_len", harmless=(0,)),
     *_refused("SGLang", _CLASSIC, "`usage.kvmesh` says it", "return_cached_tokens_details", harmless=(False,)),
     *_refused("SGLang", _CHAT, "ask /tokenize", "return_prompt_token_ids", harmless=(False,)),
     *_refused("SGLang", _CHAT, "`usage.kvmesh` says what there is to say", "return_meta_info", harmless=(False,)),
@@ -168,7 +168,7 @@ UNHONOURED: tuple[Parameter, ...] = (
     *_refused("OpenAI", _RESPONSES, _NO_MEDIA, "image"),
     *_refused("OpenAI", _RESPONSES, "use `max_output_tokens`", "max_tokens", "max_completion_tokens"),
     *_refused("OpenAI", _RESPONSES, "use `text`", "response_format"),
-    *_refused("vLLM", _RESPONSES, "an answer is told once", "enable_response_messages", harmless=(False,)),
+    *_refused("vLLM", _RESPONSES, "an answer is returned once", "enable_response_messages", harmless=(False,)),
     *_refused("vLLM", _RESPONSES, "use `input`", "previous_input_messages"),
 )
 """Every parameter that is known and not honoured."""
@@ -185,11 +185,13 @@ PARTS: tuple[Part, ...] = (
         "OpenAI",
         Treatment.NEUTRAL,
         _RESPONSES,
-        "the best summary that there is: there is none, and what was thought is told whole",
+        "the best summary that there is: there is none, and what was thought is returned whole",
         ("auto",),
     ),
     *(
-        Part(path, "OpenAI", Treatment.REFUSED, _RESPONSES, "what was thought is told whole", ("concise", "detailed"))
+        Part(
+            path, "OpenAI", Treatment.REFUSED, _RESPONSES, "what was thought is returned whole", ("concise", "detailed")
+        )
         for path in ("reasoning.summary", "reasoning.generate_summary")
     ),
     Part("text.verbosity", "OpenAI", Treatment.REFUSED, _RESPONSES, "no template knows it", ("low", "high")),

@@ -193,9 +193,9 @@ class ResponsesStyle:
 
     def failed(self, error: ErrorReply) -> bytes:
         body = error.error
-        told = self._event("error", code=body.code or body.type, message=body.message, param=body.param)
+        failed = self._event("error", code=body.code or body.type, message=body.message, param=body.param)
         error_of = ResponseError(code=body.code or body.type, message=body.message)
-        return told + self._event("response.failed", response=self._response("failed", failure=error_of))
+        return failed + self._event("response.failed", response=self._response("failed", failure=error_of))
 
     def whole(self, choices: Sequence[Choice], usage: UsageReply) -> bytes:
         self.last(0, choices[0], choices[0].pieces, usage)
@@ -274,8 +274,8 @@ class ResponsesStyle:
     def _take_logprobs(self, choice: Choice, *, is_last: bool) -> None:
         part = choice.next_tokens(is_last=is_last)
         if self._options.sampling.logprobs is not None:
-            told = self._texts.chat(choice.token_ids[part], choice.logprobs[part])
-            self._logprobs += told.content
+            shown = self._texts.chat(choice.token_ids[part], choice.logprobs[part])
+            self._logprobs += shown.content
             num_before = part.stop - len(self._logprobs)
             del self._logprobs[: max(0, choice.num_reasoning - num_before)]
 

@@ -471,7 +471,7 @@ def _choice(model: GatewayModel, prepared: Prepared, prompt: int) -> Choice:
         reader=prepared.parser.reader(StopMatcher(options.stops, keeps_stop=options.keeps_stop)),
         min_tokens=sampling.min_tokens,
         hidden_ids=set[int]() if options.keeps_stop else ends,
-        tells_reasoning=prepared.parser.tells_reasoning,
+        returns_reasoning=prepared.parser.returns_reasoning,
         shows_none=options.max_tokens == 0,
         has_named_call=prepared.parser.has_named_call,
     )

@@ -219,7 +219,7 @@ class Attempts:
         now_ms: int,
         *,
         lease_end: LeaseEnd | None = None,
-        tells_other_end: bool = True,
+        notifies_other_end: bool = True,
     ) -> list[Action]:
         """End an attempt early. Its lease ends at once; its blocks are free once neither a read nor the engine can
         write them."""
@@ -229,7 +229,7 @@ class Attempts:
         attempt.outcome, actions = reason, list[Action]()
         if attempt.downstream is not None:
             lease_end = lease_end or _LEASE_ENDS[attempt.end]
-            actions += self.close_lease(attempt, lease_end, reason, tells_other_end=tells_other_end)
+            actions += self.close_lease(attempt, lease_end, reason, notifies_other_end=notifies_other_end)
         # Whoever may still write its blocks is stopped first.
         stage = attempt.stage
         attempt.enter(RunStage.ENDING)
@@ -264,23 +264,23 @@ class Attempts:
             attempt.tables = ()
 
     def close_lease(
-        self, attempt: Attempt, end: LeaseEnd, detail: str = "", *, tells_other_end: bool = False
+        self, attempt: Attempt, end: LeaseEnd, detail: str = "", *, notifies_other_end: bool = False
     ) -> list[Action]:
         """End the lease under which an attempt is handed over, if it has one."""
         if attempt.downstream is None:
             return []
         if attempt.lease is None:
-            return [self.abort(attempt, detail)] if tells_other_end else []
+            return [self.abort(attempt, detail)] if notifies_other_end else []
         lease = self.leases.end(attempt.lease.lease_id, end, detail)
-        return [] if lease is None else self.lease_gone(attempt, lease, tells_other_end=tells_other_end)
+        return [] if lease is None else self.lease_gone(attempt, lease, notifies_other_end=notifies_other_end)
 
-    def lease_gone(self, attempt: Attempt, lease: Grant, *, tells_other_end: bool) -> list[Action]:
+    def lease_gone(self, attempt: Attempt, lease: Grant, *, notifies_other_end: bool) -> list[Action]:
         """Give back the blocks of a hand-over's lease that has ended."""
         assert attempt.downstream is not None
         self.cache.free(lease.tables)
         attempt.downstream.lease = None
         actions: list[Action] = [CloseLease(lease)]
-        return [*actions, self.abort(attempt, lease.outcome)] if tells_other_end else actions
+        return [*actions, self.abort(attempt, lease.outcome)] if notifies_other_end else actions
 
     def abort(self, attempt: Attempt, reason: str) -> Publish:
         """Return the action that notifies the other end that this hand-over is over."""

@@ -1,1 +1,1 @@
-"""What a worker measures, and what it reports of itself."""
+"""What a holder measures, and what it reports of itself."""

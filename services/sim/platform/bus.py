@@ -319,8 +319,8 @@ class SimBus:
         self.broker = broker
         self.name = name
         self._may = None if permissions is None else {
-            "say": [tuple(pattern.split(".")) for pattern in permissions.publish],
-            "hear": [tuple(pattern.split(".")) for pattern in permissions.subscribe],
+            "publish": [tuple(pattern.split(".")) for pattern in permissions.publish],
+            "receive": [tuple(pattern.split(".")) for pattern in permissions.subscribe],
         }  # fmt: skip
         self._allowed: set[tuple[str, str]] = set()
         """What was found to be allowed."""
@@ -363,7 +363,7 @@ class SimBus:
     async def subscribe(self, pattern: str, queue: str = "") -> SimSubscription:
         if self.is_closed:
             raise BusClosedError(pattern)
-        self._is_denied("hear", pattern)
+        self._is_denied("receive", pattern)
         subscription = SimSubscription(self, pattern, queue)
         self.subscriptions.append(subscription)
         self.broker.attach(subscription)
@@ -452,7 +452,7 @@ class SimBus:
         return True
 
     def _send(self, message: _Message) -> None:
-        if self._is_denied("say", message.subject):
+        if self._is_denied("publish", message.subject):
             return
         if self.is_connected:
             self._pass_to_broker(message)
