@@ -243,8 +243,8 @@ class TransferStats:
 def encode_header(header: Header, tag: int | None = None) -> bytes:
     """Return the header's bytes; with this `tag`, where one is given."""
     *fields, own_tag = header
-    header = _HEADER.pack(_MAGIC, VERSION, *fields, (own_tag if tag is None else tag).to_bytes(TAG_BYTES, "little"))
-    return header + _CHECKSUM.pack(zlib.crc32(header))
+    packed = _HEADER.pack(_MAGIC, VERSION, *fields, (own_tag if tag is None else tag).to_bytes(TAG_BYTES, "little"))
+    return packed + _CHECKSUM.pack(zlib.crc32(packed))
 
 
 def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = None) -> bytes:

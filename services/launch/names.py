@@ -3,9 +3,9 @@
 Whoever starts asks on the name's own subject before it answers there: nobody serves it where the one before has died,
 so that a restart waits for nothing. Then it asks again, as another may have begun at the same moment, and after each
 reconnection, as another may have begun meanwhile. Who has met none that keeps it for as long as an answer may take is
-settled, and stays; of two that are not, or both are, the lower token stays. What decides crosses the bus with each claim and
-does not change with the time a message takes, so that all who meet agree. Gateways need none of it: each has another
-name in each of its lives.
+settled, and stays; of two that are not, or both are, the lower token stays. What decides crosses the bus with each
+claim and does not change with the time a message takes, so that all who meet agree. Gateways need none of it: each has
+another name in each of its lives.
 """
 
 import asyncio

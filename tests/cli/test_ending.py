@@ -19,8 +19,8 @@ from tests.cli.commands import AS_PROCESS_1, child_of, may_be_process_1
 LIMIT_S = 60.0
 START = """
 import time
-from services.ending import end_when_told
-end_when_told()
+from services.ending import end_on_signal
+end_on_signal()
 from dataplane.memory.arena import Arena
 arena = Arena.create_bytes(4096)
 print(arena.name, flush=True)

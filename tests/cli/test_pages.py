@@ -51,7 +51,7 @@ def test_the_page_says_who_hears_a_subscription() -> None:
         pattern = tuple(listening.split("."))
         concrete = {s: tuple(s.of(*("x" for _ in s.ids)).split(".")) for s in SUBJECTS}
         found = [subject for subject, tokens in concrete.items() if matches(pattern, tokens)]
-        denied = [s for s in found if any(matches(tuple(d.split(".")), concrete[s]) for d in may.unheard)]
+        denied = [s for s in found if any(matches(tuple(d.split(".")), concrete[s]) for d in may.undelivered)]
         ends = ", ".join(f"`{subject.pattern.rsplit('.', 1)[-1]}`" for subject in denied)
         partly = f"observer; {ends}: operator" if ends else "observer"
         assert who == ("operator" if denied == found else partly)

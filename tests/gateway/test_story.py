@@ -27,7 +27,7 @@ from services.gateway.observe.story import Stories
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
-from services.gateway.request.live import LiveRequest, Told
+from services.gateway.request.live import LiveRequest, Published
 from services.gateway.request.mailbox import Mailbox
 from services.presence import FailureDetector
 from services.runtime import now_ms
@@ -178,7 +178,7 @@ async def job_of(request_id: str) -> Job:
 async def live_of(request_id: str) -> LiveRequest:
     job, now = await job_of(request_id), now_ms()
     core = RequestCore(job.request_id, 4, MeshConfig(), FailureDetector(PresenceTimes()))
-    return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", now, Told("placing", now))
+    return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", now, Published("placing", now))
 
 
 async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:

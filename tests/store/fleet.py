@@ -127,7 +127,7 @@ class Worker:
         return WorkerInfo(
             worker_id=self.worker_id, incarnation=self.incarnation, role="prefill", model="m", num_blocks=128,
             context_length=4096, fingerprint=self.layout.fingerprint, block_size=self.layout.block_size,
-            endpoint=self.plane.endpoint.told,
+            endpoint=self.plane.endpoint.public,
         )  # fmt: skip
 
     async def close(self) -> None:
