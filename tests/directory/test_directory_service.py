@@ -20,7 +20,7 @@ from services.config import MeshConfig, SchedulerConfig
 from services.directory import limits, service
 from services.directory.events import WorkerSeen
 from services.directory.limits import MAX_HOLDER_BLOCKS, MAX_READING
-from services.directory.service import _worker_heard, run_directory
+from services.directory.service import _worker_seen, run_directory
 from services.holder.kv.ledger import BlockLedger
 from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
 from services.scheduler.placement.hints import Hints
@@ -436,4 +436,4 @@ def test_a_holder_has_room_on_the_tiers_of_its_role(
     load = load_of("w", role)
     worker = msgspec.structs.replace(load.worker, num_blocks_behind=num_blocks_behind)
     for message in (WorkerJoined(worker=worker), msgspec.structs.replace(load, worker=worker)):
-        assert _worker_heard(message) == WorkerSeen(WorkerId("w"), "1", room)
+        assert _worker_seen(message) == WorkerSeen(WorkerId("w"), "1", room)

@@ -115,7 +115,7 @@ def test_silence_of_everybody_is_our_own_deafness_and_starts_anew_afterwards() -
     assert not detector.is_silent(0, 3_000, 60_000) and detector.quiet_ms(0, 60_000) == 60_000
     detector.received(60_000)
     assert detector.quiet_ms(0, 60_600) == 600
-    detector.received(61_400), detector.heard(62_800)
+    detector.received(61_400), detector.received(62_800)
     assert not detector.is_silent(0, 3_000, 62_999) and detector.is_silent(0, 3_000, 63_000)
 
 

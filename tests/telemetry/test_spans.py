@@ -37,7 +37,7 @@ from services.gateway.request.answer_usage import AnswerUsage, PromptSources
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import PlaceGranted, Submitted, WorkerAccepted
 from services.gateway.request.job import BlockKey, Job, PackedPrompt
-from services.gateway.request.live import LiveRequest, Told
+from services.gateway.request.live import LiveRequest, Published
 from services.gateway.request.mailbox import Mailbox
 from services.holder.core.actions import Emit, SendReply, Submit
 from services.holder.core.attempt import Attempt
@@ -108,7 +108,7 @@ def choice_of(trace: str) -> LiveRequest:
         key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
     )  # fmt: skip
     core = RequestCore(job.request_id, 100, MeshConfig(), FailureDetector(PresenceTimes()))
-    return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", 0, Told("placing", 0))
+    return LiveRequest(job, 0, Mailbox(), core, job.prompt, b"", 0, Published("placing", 0))
 
 
 def served(num_retries: int = 0) -> AnswerUsage:

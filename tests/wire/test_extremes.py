@@ -18,7 +18,7 @@ from schemas.message import Message, UndecodableMessageError, decode, encode
 from services.config import MeshConfig, SchedulerConfig
 from services.directory.core import DirectoryCore
 from services.directory.events import BlocksChanged, PageRead, ReadPage
-from services.directory.service import _worker_heard
+from services.directory.service import _worker_seen
 from services.gateway.fleet import Fleet
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import PlaceGranted, Submitted, TokensReceived
@@ -123,7 +123,7 @@ def test_the_scheduler(heard: list[Any], asked: Any, located: Any, policy: str) 
 def test_the_directory(heard: list[Any], changed: list[Any], page: Any) -> None:
     core = DirectoryCore(DirectoryTimes())
     for message in heard:
-        core.handle(_worker_heard(message), NOW)
+        core.handle(_worker_seen(message), NOW)
     for message in changed:
         if not len(message.block_hashes) % BLOCK_HASH_BYTES:  # the shell drops the others
             core.handle(BlocksChanged(message), NOW)

@@ -64,7 +64,7 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     reasoning: Annotated[ReasoningOptions | None, about("`effort`, where the template knows it.")] = None
     include: Annotated[list[str] | None, about(f"`{LOGPROBS}`: logprobs of the answer's tokens.")] = None
     top_logprobs: Annotated[NumTop | None, about("With those of so many likeliest tokens.")] = None
-    metadata: Annotated[dict[str, str] | None, about("Told back.")] = None
+    metadata: Annotated[dict[str, str] | None, about("Returned as given.")] = None
     stream_options: Annotated[PaddingOptions | None, about("Padding, of which there is none.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables of the model's template.", "vLLM")] = None
 
