@@ -51,7 +51,7 @@ from services.launch.engine_choice import with_engine
 from services.launch.options import Launch
 from services.settings import changed
 from services.worker.parts import WorkerParts, load_parts
-from tests.bench.bench_gaps import Arrival, ask
+from tests.bench.bench_gaps import Answer, ask
 from tests.bench.vllm_inside import in_a_process, p99_late_ms
 
 WAYS = ("thread", "process")
@@ -133,7 +133,7 @@ def loaded(model: str, engine: EngineName, way: str, on_step: Callable[[StepResu
 def border(model: str, engine: EngineName, way: str) -> dict[str, float]:
     """Return medians, in milliseconds; one sequence at a time."""
     told: queue.SimpleQueue[tuple[StepResult, int]] = queue.SimpleQueue()
-    taken_ms, told_ms = list[float](), list[float]()
+    taken_ms, received_ms = list[float](), list[float]()
     with loaded(model, engine, way, lambda result: told.put((result, time.monotonic_ns()))) as made:
         for number in range(SUBMISSIONS):
             sequence, submitted_ns = made.new_sequence(1), time.monotonic_ns()
@@ -141,20 +141,20 @@ def border(model: str, engine: EngineName, way: str) -> dict[str, float]:
             result, told_ns = told.get()
             if number >= SUBMISSIONS // 10:  # the first ones warm up
                 taken_ms.append((result.started_ns - submitted_ns) / 1e6)
-                told_ms.append((told_ns - result.ended_ns) / 1e6)
+                received_ms.append((told_ns - result.ended_ns) / 1e6)
     return {
         "submission until its step begins, ms": _p(taken_ms, 50),
-        "step's end until it is told, ms": _p(told_ms, 50),
+        "step's end until its result is received, ms": _p(received_ms, 50),
     }
 
 
 def loop(model: str, engine: EngineName, way: str) -> dict[str, float]:
     """Return p99 of the loop's timers, and the median of how long steps' results take, in milliseconds."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    told_ms = list[float]()
+    received_ms = list[float]()
 
     def on_step(result: StepResult) -> None:
-        told_ms.append((time.monotonic_ns() - result.ended_ns) / 1e6)
+        received_ms.append((time.monotonic_ns() - result.ended_ns) / 1e6)
         for token in result.sampled:
             if token.local_end:
                 made.submit(ANSWER)
@@ -164,7 +164,10 @@ def loop(model: str, engine: EngineName, way: str) -> dict[str, float]:
             made.submit(ANSWER)
         late_ms = p99_late_ms(LOOP_S)
     beside = f"beside {NUM_RUNNING} that decode"
-    return {f"loop {beside}, p99 late, ms": late_ms, f"step's end until it is told, {beside}, ms": _p(told_ms, 50)}
+    return {
+        f"loop {beside}, p99 late, ms": late_ms,
+        f"step's end until its result is received, {beside}, ms": _p(received_ms, 50),
+    }
 
 
 async def gaps(model: str, engine: EngineName, num_rounds: int, on_round: Callable[[], None]) -> list[dict[str, Any]]:
@@ -203,10 +206,10 @@ async def _gap_p99_ms(url: str, model: str, rng: random.Random, vocab_size: int)
 
     running = [asyncio.create_task(ask(url, body(PROMPT, ANSWER))) for _ in range(NUM_RUNNING)]
     await asyncio.sleep(0)
-    handed = [(await ask(url, body(LONG_PROMPT, 2)))[0].at_s for _ in range(HANDOVERS)]
-    answers: list[list[Arrival]] = await asyncio.gather(*running)
+    handed = [(await ask(url, body(LONG_PROMPT, 2))).arrivals[0].at_s for _ in range(HANDOVERS)]
+    answers: list[Answer] = await asyncio.gather(*running)
     until_s = handed[-1]
-    pairs = [pair for answer in answers for pair in itertools.pairwise(answer) if pair[1].at_s < until_s]
+    pairs = [pair for answer in answers for pair in itertools.pairwise(answer.arrivals) if pair[1].at_s < until_s]
     return _p([1e3 * (after.at_s - before.at_s) for before, after in pairs], 99)
 
 
