@@ -14,7 +14,7 @@ class OldestClock:
 
     def __init__(self, clock: MeshClock) -> None:
         self.clock = clock
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
         self._began_ns = time.monotonic_ns()
         self._older_ns: int | None = None
         """When an older scheduler was last seen."""
@@ -24,11 +24,11 @@ class OldestClock:
         now_ns = time.monotonic_ns()
         if self._older_ns is None or now_ns - self._older_ns > FORGOTTEN_NS:
             self.clock.follow_machine()
-        return TimeAnswered(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self._token)
+        return TimeAnswered(unix_ns=self.clock.date_ns(now_ns), age_ms=self._age_ms(), token=self.token)
 
     def follows(self, answer: TimeAnswered) -> bool:
         """Return whether this scheduler goes by the one that has answered; both decide alike."""
-        follows = is_older(answer, self._age_ms(), self._token)
+        follows = is_older(answer, self._age_ms(), self.token)
         if follows:
             self._older_ns = time.monotonic_ns()
         return follows

@@ -126,7 +126,8 @@ class Scheduler:
         ends = await self._bus.connection.subscribe(DISCONNECTED)
         self._start(lasting(partial(self._receive_ends, ends), "hearing whose connection ends"), "hear ends")
         oldest, times = self._oldest, self._times.telemetry
-        keeps_time = partial(keep_time, self._bus.connection, oldest.clock, self._bus.metrics, times, oldest.follows)
+        bus, metrics = self._bus.connection, self._bus.metrics
+        keeps_time = partial(keep_time, bus, oldest.clock, metrics, times, oldest.follows, oldest.token)
         self._start(lasting(keeps_time, "keeping the time"), "keep the time")
         await self._bus.connection.flush()
 

@@ -49,7 +49,7 @@ _ALWAYS: dict[type, AttemptRule] = {
     WorkerLeft: rules.worker_left,
     Fenced: rules.fenced,
 }
-"""In any stage but the last."""
+"""In any stage but `ENDING`."""
 _OWING: dict[type, AttemptRule] = {
     **_ALWAYS,
     DeadlinePassed: rules.deadline_passed,
@@ -70,6 +70,10 @@ _LEASED: dict[type, AttemptRule] = {
 }
 """Where its prompt may be handed over under a lease."""
 
+# Each worker has a record and a stage of its own for an attempt. On a prefill worker that hands over: QUEUED or WAITING,
+# then FETCHING, COMPUTING and HANDING_OVER, under a lease from FETCHING on. Usually it begins once `BlocksReserved` has
+# come; one that *runs ahead* may be in any of these before. On a decode worker: QUEUED or WAITING, RESERVED, RECEIVING,
+# then COMPUTING, or FETCHING what the hand-over did not bring. Served alone: no RESERVED, RECEIVING, HANDING_OVER.
 TABLE: Mapping[RunStage, Mapping[type, AttemptRule]] = {
     RunStage.QUEUED: _IN_LINE,
     RunStage.WAITING: _IN_LINE,
@@ -140,8 +144,7 @@ class AttemptCore(Attempts):
     # To one attempt, or to all.
 
     def _apply(self, attempt: Attempt | None, event: object, now_ms: int) -> list[Action]:
-        """Do what the table says. What means nothing to an attempt (any more) is counted and dropped here, and nowhere
-        else."""
+        """Do what the table says. What has no rule in an attempt's stage is counted and dropped here."""
         rule = TABLE[attempt.stage].get(type(event)) if attempt is not None else None
         if attempt is None or rule is None:
             self.num_late += 1

@@ -11,7 +11,7 @@ from schemas import subjects
 from schemas.worker import AskTime, TimeAnswered
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.clocks import FORGOTTEN_NS, OldestScheduler, keep_time
+from services.clocks import FORGOTTEN_NS, NUM_OWN, NUM_SOON, OldestScheduler, keep_time
 from services.config import MeshConfig
 from services.metrics import Metrics
 from services.scheduler.oldest import OldestClock
@@ -128,6 +128,44 @@ async def test_a_service_goes_by_the_eldest_that_it_has_heard() -> None:
     assert told(10.1, "a") and not told(10.0, "b") and told(20.0, "z") and told(20.0, "z")
     await asyncio.sleep(FORGOTTEN_NS / 1e9)
     assert told(1.0, "y"), "the older is gone"
+
+
+async def test_a_scheduler_whose_questions_come_to_itself_asks_on() -> None:
+    broker, clock, teller = MemoryBroker(), MeshClock(), Teller(40.0)
+    answers = iter([*["mine"] * 20, *["t"] * 1_000])
+
+    async def answer_time(_: Received[AskTime]) -> TimeAnswered:
+        answered = await teller.answer_time(ASK)
+        return TimeAnswered(unix_ns=answered.unix_ns, age_ms=5, token=next(answers))
+
+    def follows(answer: TimeAnswered) -> bool:
+        return answer.token != "mine"
+
+    bus = TypedBus(MemoryBus(broker), "scheduler")
+    async with asyncio.TaskGroup() as tasks:
+        await bus.serve(tasks, subjects.TIME, (), answer_time)
+        asking = tasks.create_task(keep_time(MemoryBus(broker), clock, Metrics(), TIMES, follows, "mine"))
+        await asyncio.sleep(TIMES.clock_soon_s / 2)
+        assert clock.machine_ahead_ns == pytest.approx(-40 * SECOND_NS, abs=NEAR_NS), "at once"
+        asking.cancel()
+        await bus.close()
+
+
+async def test_one_scheduler_alone_asks_itself_so_often_and_no_more() -> None:
+    broker, asked = MemoryBroker(), list[float]()
+
+    async def answer_time(_: Received[AskTime]) -> TimeAnswered:
+        asked.append(time.monotonic())
+        return TimeAnswered(unix_ns=time.time_ns(), age_ms=5, token="mine")
+
+    bus = TypedBus(MemoryBus(broker), "scheduler")
+    async with asyncio.TaskGroup() as tasks:
+        await bus.serve(tasks, subjects.TIME, (), answer_time)
+        asking = tasks.create_task(keep_time(MemoryBus(broker), MeshClock(), Metrics(), TIMES, own_token="mine"))
+        await asyncio.sleep(100)
+        asking.cancel()
+        await bus.close()
+    assert len(asked) <= NUM_OWN + NUM_SOON + 100 / TIMES.clock_interval_s
 
 
 async def test_a_scheduler_answers_services() -> None:

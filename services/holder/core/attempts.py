@@ -239,7 +239,7 @@ class Attempts:
             return [*actions, Withdraw(attempt.key)]
         # Nobody writes its blocks: they are given back now, and a source learns that its KV is not wanted.
         if attempt.upstream is not None:
-            actions.append(self.abort(attempt, reason))  # it waits for room here
+            actions.append(self.abort(attempt, reason))  # with a read, its end does so (`ended_read_ended`)
         return actions + self.forget_attempt(attempt, now_ms)
 
     def fail(self, attempt: Attempt, code: AttemptFailure, detail: str, now_ms: int) -> list[Action]:
