@@ -70,10 +70,11 @@ _LEASED: dict[type, AttemptRule] = {
 }
 """Where its prompt may be handed over under a lease."""
 
-# Each worker has a record and a stage of its own for an attempt. On a prefill worker that hands over: QUEUED or WAITING,
-# then FETCHING, COMPUTING and HANDING_OVER, under a lease from FETCHING on. Usually it begins once `BlocksReserved` has
-# come; one that *runs ahead* may be in any of these before. On a decode worker: QUEUED or WAITING, RESERVED, RECEIVING,
-# then COMPUTING, or FETCHING what the hand-over did not bring. Served alone: no RESERVED, RECEIVING, HANDING_OVER.
+# Each worker has a record and a stage of its own for an attempt. On a prefill worker that hands over: QUEUED or
+# WAITING, then FETCHING, COMPUTING and HANDING_OVER, under a lease from FETCHING on. Usually it begins once
+# `BlocksReserved` has come; one that *runs ahead* may be in any of these before. On a decode worker: QUEUED or WAITING,
+# RESERVED, RECEIVING, then COMPUTING, or FETCHING what the hand-over did not bring. Served alone: no RESERVED,
+# RECEIVING, HANDING_OVER.
 TABLE: Mapping[RunStage, Mapping[type, AttemptRule]] = {
     RunStage.QUEUED: _IN_LINE,
     RunStage.WAITING: _IN_LINE,
