@@ -1,5 +1,6 @@
 """The process that forks engines: what of it its workers see."""
 
+import contextlib
 import os
 import re
 import signal
@@ -67,8 +68,12 @@ def state_of(pid: int) -> str:
 
 def open_in(pid: int) -> list[str]:
     """Return what a process has open besides the standard streams, without numbers."""
-    paths = [path for path in Path(f"/proc/{pid}/fd").iterdir() if int(path.name) > 2]
-    return [re.sub(r"\d", "", str(path.readlink())).lstrip("/") for path in paths]
+    targets: list[str] = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # One that closes between the listing and its turn is not open.
+        with contextlib.suppress(FileNotFoundError):
+            targets += [str(path.readlink())] if int(path.name) > 2 else []
+    return [re.sub(r"\d", "", target).lstrip("/") for target in targets]
 
 
 def test_an_engine_is_its_worker_s_by_name_and_takes_nothing_of_its_share_of_the_processors(ordered: Ordered) -> None:
