@@ -34,6 +34,7 @@ from schemas.block import BlockHasher
 from schemas.ids import LeaseId
 from schemas.message import RequestMessage
 from schemas.observe import RunStage
+from schemas.request import AttemptEnd, CancelRequest
 from schemas.worker import WorkerLeft
 from services import runtime
 from services.bus import typed
@@ -44,7 +45,7 @@ from services.holder.core.attempt import InFlightDuplicate
 from services.holder.core.attempts import Attempts
 from services.holder.core.checks import WorkerLimits
 from services.holder.core.copies import CopyCore, Why
-from services.holder.core.events import EngineDied, ReadEnded
+from services.holder.core.events import DeadlinePassed, EngineDied, ReadEnded
 from services.holder.core.inflight import InFlightDuplicates
 from services.holder.core.leases import Grant, LeaseTable
 from services.holder.kv.blocks import LentBlocks, StreamLease
@@ -134,6 +135,8 @@ CUT_COPIES = SimOptions(
 SKEWED = SimOptions(shape=MeshShape(skew_s=660.0))
 """Clocks differ by minutes."""
 TWO_CLOCKS = SimOptions(shape=MeshShape(skew_s=660.0, num_schedulers=2))
+SLOW_STEPS = SimOptions(shape=MeshShape(num_prefill=2, num_decode=2, step_s=0.02))
+"""Whoever is killed was probably computing."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -337,7 +340,7 @@ def death_is_told_twice(patch: pytest.MonkeyPatch) -> None:
     set_rule(patch, EngineDied, twice)
 
 
-@bug("the lease on what a dead engine was to write is kept", "kill_engine")
+@bug("the lease on what a dead engine was to write is kept", "kill_engine", options=SLOW_STEPS)
 def lease_outlives_its_engine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attempt_rules, "_dropped_by_engine", lambda attempts, attempt: [])
 
@@ -785,7 +788,14 @@ def reserved_is_said_once(patch: pytest.MonkeyPatch) -> None:
     "nothing but the reader's own word ends a lease, however dead it is", "kill", "loss", options=LONG_LEASES, within=40
 )
 def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
-    left = attempt_rules.worker_left
+    left, cancelled, grant = attempt_rules.worker_left, attempt_rules.cancelled, LeaseTable.grant
+
+    def kept(attempts: Attempts, attempt: Any, event: CancelRequest, now_ms: int) -> list[Any]:
+        is_of_the_dead = event.end is AttemptEnd.CANCELLED and attempt.lease is not None
+        return [] if is_of_the_dead else cancelled(attempts, attempt, event, now_ms)
+
+    def goes_on(*_: Any) -> list[Any]:
+        return []
 
     def unheard(attempts: Attempts, attempt: Any, event: Any, now_ms: int) -> list[Any]:
         return left(attempts, attempt, event, now_ms) if attempt.upstream is not None else []
@@ -795,8 +805,12 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
         return {each.key: each.request.gateway_id for each in received}
 
     set_rule(patch, WorkerLeft, unheard)
+    set_rule(patch, CancelRequest, kept)
+    patch.setitem(cast("dict[type, Any]", TABLE[RunStage.HANDING_OVER]), DeadlinePassed, goes_on)
     patch.setattr(Attempts, "wanted_by", of_decoders)
     given_times(patch, prefill=PrefillTimes(landed_grace_ms=10**9))
+    # Else each lease ends with its request's deadline.
+    patch.setattr(LeaseTable, "grant", lambda self, **terms: grant(self, **terms | {"ends_by_ms": 1 << 60}))
 
 
 @bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)
