@@ -329,6 +329,17 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """After so long without a use a server's copy ends by itself, should no store be there to end it."""
 
 
+class AttachConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The holder that `vllm serve` attaches to; its memory is `store.memory_bytes`."""
+
+    socket: Annotated[str, Flag("--socket", "Unix socket that servers attach at.", parse=_absolute)] = ""
+    """Empty: attach.sock in the state folder."""
+    tenant: str = ""
+    """Whose the blocks of all attached servers are."""
+    canary_s: Annotated[float, msgspec.Meta(ge=10)] = 600.0
+    """So often a server that shares proves itself again."""
+
+
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Spans go to files in `trace_dir`, to `otlp_endpoint`, or to both."""
 
@@ -413,6 +424,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     worker: WorkerConfig = WorkerConfig()
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
+    attach: AttachConfig = AttachConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     times: Times = Times()
 

@@ -16,7 +16,7 @@ GATEWAY: Labels = ("gateway",)
 SCHEDULER: Labels = ("scheduler",)
 DIRECTORY: Labels = ("directory",)
 WORKERS: Labels = ("prefill", "decode", "aggregated")
-HOLDERS: Labels = (*WORKERS, "store")
+HOLDERS: Labels = (*WORKERS, "store", "attach")
 ALL: Labels = ("gateway", "scheduler", "directory", *HOLDERS)
 
 PROVIDER = "kvmesh"

@@ -134,6 +134,15 @@ class KeptBlocks:
                 self._evict(block)
         self._barred.update(block for block in meant if self.pool.num_references(block))
 
+    def drop(self, block: int) -> None:
+        """Give up what a block is kept for, if it is: its bytes were found wrong. Who uses it goes on with it."""
+        if block in self._content_of:
+            self._evict(block)
+
+    def content_of(self, block: int) -> Content | None:
+        """Return what a block is kept for."""
+        return self._content_of.get(block)
+
     def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""
         return [self._content_of[block] for block in self.idle.victims(num_blocks)]

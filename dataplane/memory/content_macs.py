@@ -51,19 +51,27 @@ class BlockContents:
         )
         return [array[at : at + size] for at in offsets]
 
-    def tag(self, content: Content, block: int) -> bytes:
-        """Return the tag of a block whose bytes are this content's."""
-        return self.secrets.mac(self._signed(content, block))
-
-    def is_right(self, content: Content, block: int, tag: bytes) -> bool:
-        """Return whether somebody who has a content secret has signed these bytes as this content's."""
-        return self.secrets.proves(self._signed(content, block), tag)
-
-    def _signed(self, content: Content, block: int) -> bytes:
+    def digest(self, block: int) -> bytes:
+        """Return xxh3-128 of a block's bytes."""
         hasher = xxhash.xxh3_128()
         for view in self.views(block):
             hasher.update(view.data)
-        fixed = (b"kvmesh content 1", self.format_digest, hasher.digest(), content.block_hash)
+        return hasher.digest()
+
+    def tag(self, content: Content, block: int) -> bytes:
+        """Return the tag of a block whose bytes are this content's."""
+        return self.tag_of(content, self.digest(block))
+
+    def tag_of(self, content: Content, digest: bytes) -> bytes:
+        """Return the tag of bytes with this digest, which are this content's."""
+        return self.secrets.mac(self._signed(content, digest))
+
+    def is_right(self, content: Content, block: int, tag: bytes) -> bool:
+        """Return whether somebody who has a content secret has signed these bytes as this content's."""
+        return self.secrets.proves(self._signed(content, self.digest(block)), tag)
+
+    def _signed(self, content: Content, digest: bytes) -> bytes:
+        fixed = (b"kvmesh content 1", self.format_digest, digest, content.block_hash)
         return b"".join((*fixed, content.tenant.encode()))
 
 

@@ -53,7 +53,7 @@ OperatorOption = Annotated[
 OperatorCreds = Annotated[
     str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
 ]
-RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
+RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store", "attach"]
 
 
 @app.command()

@@ -13,15 +13,8 @@ from collections.abc import Iterable
 
 from dataplane.memory.arena import Arena
 from services.ending import ignore_signals
-from services.engine.ipc import (
-    Channel,
-    EngineReady,
-    EngineRefused,
-    LoadEngine,
-    StepTable,
-    TableListener,
-    ToProcess,
-)
+from services.engine.channel import Channel
+from services.engine.ipc import EngineReady, EngineRefused, LoadEngine, StepTable, TableListener, ToProcess
 from services.engine.loading import load_host_engine
 from services.engine.loop import EngineLoop
 from services.errors import UserError

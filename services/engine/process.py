@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from dataplane.lasting import lasting_thread
 from schemas.worker import EngineLives
+from services.engine.channel import IpcError
 from services.engine.client import EngineCallbacks, EngineClient, call_back
 from services.engine.interface import LayerListener
-from services.engine.ipc import EngineReady, EngineRefused, IpcError
+from services.engine.ipc import EngineReady, EngineRefused
 from services.engine.limits import CLOSE_LOOK_S, LOOKS_A_TIMEOUT
 from services.engine.messages import SequenceLeft, SequencesFailed, StepResult, StopEngine, ToEngine
 from services.engine.spawn import EngineChild, SpareEngines, ending

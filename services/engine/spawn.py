@@ -13,16 +13,8 @@ from collections.abc import Callable
 
 from dataplane.lasting import lasting_thread
 from dataplane.machine import own_bytes
-from services.engine.ipc import (
-    Channel,
-    EngineReady,
-    EngineRefused,
-    FromProcess,
-    IpcError,
-    LoadEngine,
-    StepTable,
-    table_memory,
-)
+from services.engine.channel import Channel, IpcError
+from services.engine.ipc import EngineReady, EngineRefused, FromProcess, LoadEngine, StepTable, table_memory
 from services.engine.limits import CLOSE_LOOK_S, LOAD_MIN_S, LOAD_TIMES, SPARE_LOOK_S
 from services.engine.starter import ForkedEngine
 from services.errors import UserError

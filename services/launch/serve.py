@@ -120,7 +120,7 @@ def run_service(
 
 def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
     """Return the key of a service's role; None where there is none and the broker asks nobody. Raises UserError."""
-    wanted = role_of(role)
+    wanted = role_of("store" if role == "attach" else role)  # it is a store to all others
     path = key_file(config_path.parent / config.nats.keys, wanted)
     if config.nats.open and not path.exists():
         return None
@@ -288,6 +288,14 @@ def _service(
             return (
                 lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics),
                 store.credentials.secrets,
+            )
+        case "attach":
+            from services.attach.service import load_attach, run_attach
+
+            attach = load_attach(config, name)
+            return (
+                lambda bus, telemetry, stop, ready: run_attach(config, attach, bus, telemetry, stop, ready, metrics),
+                attach.credentials.secrets,
             )
         case _:
             from services.worker.parts import load_parts

@@ -46,9 +46,7 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     that does not answer, a bound that holds no block, too little memory."""
     credentials = holder_credentials(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
-    needed, available = config.store.memory_bytes, available_bytes()
-    if available is not None and needed > available:
-        raise UserError(f"store.memory_bytes = {needed}, and {available} bytes are free: lower it")
+    check_memory(config.store)
     return make_parts(
         config,
         store_id,
@@ -57,6 +55,13 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
         model=config.model.name or checkpoint.name,
         context_length=checkpoint.context_length,
     )
+
+
+def check_memory(settings: StoreConfig) -> None:
+    """Raise UserError where there is too little memory for a store's."""
+    needed, available = settings.memory_bytes, available_bytes()
+    if available is not None and needed > available:
+        raise UserError(f"store.memory_bytes = {needed}, and {available} bytes are free: lower it")
 
 
 def make_parts(

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from dataplane.ends.reader import Landed
 from dataplane.lasting import lasting
@@ -17,10 +18,10 @@ from schemas.worker import WorkerLoad, WorkerRates
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.holder.core.actions import Action, NotTaken
+from services.holder.core.actions import Action, NotTaken, OwnersAction
 from services.holder.core.copies import CopyCore
 from services.holder.core.events import DrainBegun, Event, LeaseAsked, MemoryChanged, ReadEnded, Stopping, TimePassed
-from services.holder.core.rules import Rules
+from services.holder.core.rules import Rules, RuleTable
 from services.holder.holder import Holder
 from services.holder.observe.transfers import TransferSpan
 from services.holder.report import Reporter
@@ -37,6 +38,21 @@ __all__ = ["load_store", "run_store"]
 log = logging.getLogger(__name__)
 
 
+class Door(Protocol):
+    """By which others than holders of the mesh bring blocks and take them (`services/attach/door.py`)."""
+
+    def rules(self) -> RuleTable:
+        """Return what is decided on what comes through it."""
+        ...
+
+    def carry_out(self, action: OwnersAction) -> None: ...
+    def open_door(self) -> None: ...
+    async def close_door(self) -> None: ...
+
+
+MakeDoor = Callable[["Store"], Door]
+
+
 async def run_store(
     config: MeshConfig,
     parts: StoreParts,
@@ -45,12 +61,14 @@ async def run_store(
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
+    make_door: MakeDoor | None = None,
 ) -> None:
-    """Serve until `stop` is set; then leave in order. Takes ownership of the parts."""
+    """Serve until `stop` is set; then leave in order. Takes ownership of the parts. `make_door`: where others than the
+    mesh's holders have part in it."""
     try:
         async with asyncio.TaskGroup() as tasks:
             bus = TypedBus(connection, "store", metrics or Metrics(parts.worker_id))
-            store = Store(config, parts, bus, telemetry, tasks)
+            store = Store(config, parts, bus, telemetry, tasks, make_door)
             await store.begin_serving()
             if on_ready is not None:
                 on_ready()
@@ -66,7 +84,13 @@ class Store:
     """A holder whose memory is filled from what workers give and from the tier behind it."""
 
     def __init__(
-        self, config: MeshConfig, parts: StoreParts, bus: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
+        self,
+        config: MeshConfig,
+        parts: StoreParts,
+        bus: TypedBus,
+        telemetry: Telemetry,
+        tasks: asyncio.TaskGroup,
+        make_door: MakeDoor | None = None,
     ) -> None:
         memory, times, tick_ms = parts.memory, config.times.store, config.times.presence.beat_interval_ms
         self._config = config
@@ -76,7 +100,10 @@ class Store:
         self._tasks = tasks
         self._backing = Backing(parts.tier, parts.values, times.pause_s) if parts.tier else None
         self._copies = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=MAX_COPY_READS)
-        self.rules = Rules([self._copies.rules(), self.holder.lending.rules()], [self._copies.start_reads])
+        self._door = make_door(self) if make_door is not None else None
+        tables = [self._copies.rules(), self.holder.lending.rules()]
+        tables += [self._door.rules()] if self._door is not None else []
+        self.rules = Rules(tables, [self._copies.start_reads])
         self.reporter = Reporter(
             identity=parts.info, blocks=self.holder.blocks, bus=bus, outbox=self.holder.outbox,
             times=config.times.presence, journal=self.holder.journal, load=self._load, requests=self._copies.held,
@@ -116,11 +143,15 @@ class Store:
         if self._backing is not None:
             writes = lasting(partial(self._write_behind, self._backing), "writing behind")
             self._clockwork.append(tasks.create_task(writes, name="write behind"))
+        if self._door is not None:
+            self._door.open_door()
 
     async def leave(self) -> None:
         """Leave in order: take nothing more and lend nothing more, as whoever asks can read or compute elsewhere; write
         what waits, serve the reads that have a lease, close the tier, and end. Each in bounded time."""
         self.holder.is_leaving = True
+        if self._door is not None:
+            await self._door.close_door()
         for last in (DrainBegun(), Stopping()):
             self.step(last, "stop")
         self.reporter.publish_draining()
@@ -176,9 +207,11 @@ class Store:
         """Nothing more is to be done: what was read is kept."""
 
     def carry_out(self, action: Action) -> None:
-        """Log what could not be taken: nothing is computed here."""
+        """Log what could not be taken: nothing is computed here. What is decided on the door is the door's."""
+        if isinstance(action, OwnersAction) and self._door is not None:
+            return self._door.carry_out(action)
         assert isinstance(action, NotTaken), "nothing is computed here"
-        log.warning("%d blocks of %s were not taken: %s", action.num_blocks, action.worker_id, action.reason)
+        return log.warning("%d blocks of %s were not taken: %s", action.num_blocks, action.worker_id, action.reason)
 
     def _on_changed(self) -> None:
         """Memory has changed beside: blocks came from behind it, or have been written there."""

@@ -21,9 +21,10 @@ from dataplane.carriers.host import HostArena
 from schemas.block import pack_tokens
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
+from services.engine.channel import Channel, IpcError
 from services.engine.client import EngineStoppedError
 from services.engine.interface import GrammarError
-from services.engine.ipc import Channel, IpcError, LoadEngine, ToProcess
+from services.engine.ipc import LoadEngine, ToProcess
 from services.engine.messages import EngineMessage, StartGrammar, StopEngine, SubmitSequence
 from services.engine.spawn import EngineChild, ending
 from services.engine.starter import KEEPS_MEMORY

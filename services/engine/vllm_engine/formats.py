@@ -51,6 +51,8 @@ NOT_SERVED = {
     "tensor_parallel_size": "a worker is one process",
 }
 """Engine arguments that the mesh cannot work with, and why."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Largest difference, relative to the logits' spread, that rounding alone is allowed to make."""
 MAX_SEQUENCES = 256
 """So many requests run at once at most."""
 PROCESS_BYTES = 800 * 1024 * 1024

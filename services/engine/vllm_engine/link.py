@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape
 from services.engine.interface import EngineLostError, Outcome, Sequence
-from services.engine.vllm_engine.plan import Copies, GroupPair, Run, TrackedSequence
+from services.engine.vllm_engine.plan import Copies, GroupPair, TrackedSequence
+from services.engine.vllm_engine.runs import Run
 
 Pages = npt.NDArray[np.uint8]
 """One layer's blocks as bytes: [blocks, bytes of a block's keys and values]."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dataplane.blocks.layout import KVLayout, block_ids, num_blocks_for
 from services.engine.interface import EngineLostError, Sequence
+from services.engine.vllm_engine.runs import Run, runs_of
 
 NO_BLOCK = 0
 """vLLM's name for a block that no window sees any more."""
@@ -90,7 +91,7 @@ class TrackedSequence:
         self.num_present = max(self.num_present, min(announced, end))
         return Copies(self, start, end, tuple(loads), tuple(saves), announced)
 
-    def _runs(self, pair: GroupPair, blocks: range, engine_blocks: Seq[int]) -> tuple["Run", ...]:
+    def _runs(self, pair: GroupPair, blocks: range, engine_blocks: Seq[int]) -> tuple[Run, ...]:
         if not blocks:
             return ()
         first_block = self.sequence.tables[pair.group].first_block
@@ -106,14 +107,6 @@ class TrackedSequence:
         return tuple(runs_of(pairs))
 
 
-class Run(NamedTuple):
-    """`num_blocks` blocks that lie one after another on both sides, from these on."""
-
-    arena_block: int
-    engine_block: int
-    num_blocks: int
-
-
 class Copies(NamedTuple):
     """One sequence in one step. `loads`, `saves`: by pair. `announced`: tokens from the sequence's start whose KV a
     layer has in the arena once its saves are done."""
@@ -124,17 +117,3 @@ class Copies(NamedTuple):
     loads: tuple[tuple[Run, ...], ...]
     saves: tuple[tuple[Run, ...], ...]
     announced: int
-
-
-def runs_of(pairs: Seq[tuple[int, int]]) -> list[Run]:
-    """Join pairs of (arena block, engine block) that follow each other on both sides."""
-    runs: list[Run] = []
-    for arena_block, engine_block in pairs:
-        if runs and (runs[-1].arena_block + runs[-1].num_blocks, runs[-1].engine_block + runs[-1].num_blocks) == (
-            arena_block,
-            engine_block,
-        ):
-            runs[-1] = runs[-1]._replace(num_blocks=runs[-1].num_blocks + 1)
-        else:
-            runs.append(Run(arena_block, engine_block, 1))
-    return runs

@@ -10,12 +10,10 @@ from dataplane.blocks.layout import BlockTable, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.interface import EngineLostError, Sequence
+from services.engine.vllm_engine.formats import TOLERANCE
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies
 from services.engine.vllm_engine.steps import VllmSteps
-
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-"""Largest difference, relative to the logits' spread, that rounding alone is allowed to make."""
 
 NUM_BLOCKS = 8
 """Of each cache group of the memory that it computes in."""

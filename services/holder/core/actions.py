@@ -119,6 +119,12 @@ class NotTaken:
     reason: str
 
 
+class OwnersAction:
+    """Base of actions that only the owner of a holder decides and carries out."""
+
+    __slots__ = ()
+
+
 Action = (
     SendReply
     | Submit
@@ -133,4 +139,5 @@ Action = (
     | StopRead
     | AttemptEnded
     | NotTaken
+    | OwnersAction
 )

@@ -162,6 +162,12 @@ class Stopping:
     """The holder is about to stop serving: nothing more is lent. What is lent already may still be read."""
 
 
+class OwnersEvent:
+    """Base of events that only the owner of a holder has rules for."""
+
+    __slots__ = ()
+
+
 HandOverEvent = BlocksReserved | KVOffered | KVLanded | HandoffAborted
 EngineEvent = StepResult | SequenceRemoved | SequenceFailed | EngineDied | EngineBack
 Event = (
@@ -186,4 +192,5 @@ Event = (
     | Fenced
     | Stopping
     | TimePassed
+    | OwnersEvent
 )

@@ -9,7 +9,8 @@ from dataplane.blocks.layout import BlockTable, KVLayout, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.interface import EngineLostError, Sequence
-from services.engine.vllm_engine.plan import NO_BLOCK, Copies, GroupPair, Run, TrackedSequence, runs_of
+from services.engine.vllm_engine.plan import NO_BLOCK, Copies, GroupPair, TrackedSequence
+from services.engine.vllm_engine.runs import Run, runs_of
 
 SIZE = 4
 LAYOUT = KVLayout(

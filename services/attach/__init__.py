@@ -1,0 +1,1 @@
+"""KV beneath stock `vllm serve`: a holder whose blocks attached servers fill and load."""

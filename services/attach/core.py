@@ -1,0 +1,427 @@
+"""Which blocks attached servers may load and save, and which servers share at all. Pure.
+
+A server shares once its canary has proven it (`canary.py`), and until a comparison finds it wrong. What it asks for is
+pinned until it says that it has loaded it; what it saves goes into empty slots that it was given before, its *purse*,
+as it may be writing into them at any time: they are its own until both of its halves are gone.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from dataplane.blocks.kept import Content
+from dataplane.blocks.layout import BlockTable, segments_of
+from schemas.attach import (
+    PROTOCOL,
+    Ask,
+    BlockRefused,
+    Compared,
+    Counted,
+    FromScheduler,
+    FromWorker,
+    Half,
+    Hello,
+    HelloRefused,
+    KVIdentity,
+    Loaded,
+    NotSaved,
+    Off,
+    Proven,
+    Release,
+    Saved,
+    SlotsGiven,
+    Use,
+    WantSlots,
+    WeightsChanged,
+)
+from schemas.block import split_hashes
+from services.attach.limits import CANARY_BLOCKS, CANARY_RETRY_S, MAX_PINS, MAX_SERVERS, PIN_MS, PURSES_SHARE
+from services.holder.core.actions import Action, OwnersAction
+from services.holder.core.events import OwnersEvent, TimePassed
+from services.holder.core.rules import RuleTable
+from services.store.blocks import StoreMemory
+
+
+class Sharing(enum.StrEnum):
+    """Whether a server shares. `PROVING`: its canary is still to say so."""
+
+    PROVING = "proving"
+    ON = "on"
+    OFF = "off"
+
+
+class Proof(enum.StrEnum):
+    """How a canary ended. `UNREACHABLE`: the server's API has not answered; that is tried again."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    UNREACHABLE = "unreachable"
+
+
+# What happens.
+
+
+@dataclass(frozen=True, slots=True)
+class HalfJoined(OwnersEvent):
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLeft(OwnersEvent):
+    """Its connection has ended: it maps the arena no more, or it is going to connect anew."""
+
+    server: str
+    half: Half
+
+
+@dataclass(frozen=True, slots=True)
+class HalfSent(OwnersEvent):
+    """`tags`: of the blocks that are `Saved`."""
+
+    server: str
+    half: Half
+    message: FromScheduler | FromWorker
+    tags: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryEnded(OwnersEvent):
+    """`detail`: for people."""
+
+    server: str
+    proof: Proof
+    detail: str
+
+
+# What is to be done.
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed(OwnersAction):
+    """The half may map the arena."""
+
+    server: str
+    half: Half
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(OwnersAction):
+    """The half that has just said who it is may not join. Its connection ends with this."""
+
+    answer: HelloRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SendHalf(OwnersAction):
+    server: str
+    half: Half
+    message: SlotsGiven | Proven | Off
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBlocks(OwnersAction):
+    """Answer a question: these blocks are pinned for its number. Their digests go with them."""
+
+    server: str
+    number: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndHalf(OwnersAction):
+    """What it sends makes no sense: end its connection."""
+
+    server: str
+    half: Half
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunCanary(OwnersAction):
+    """Let the server prove itself; `CanaryEnded` reports how that went."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedOff(OwnersAction):
+    """A server shares no more. `num_dropped`: blocks of its that were given up."""
+
+    server: str
+    reason: str
+    num_dropped: int
+
+
+class Pin(NamedTuple):
+    blocks: list[int]
+    until_ms: int
+
+
+@dataclass(slots=True)
+class Server:
+    """One life of an attached server."""
+
+    hello: Hello
+    sharing: Sharing = Sharing.PROVING
+    why: str = "its canary has not run yet"
+    """Why it does not share, for people."""
+    halves: set[Half] = field(default_factory=set[Half])
+    purse: set[int] = field(default_factory=set[int])
+    pins: dict[int, Pin] = field(default_factory=dict[int, Pin])
+    canary_ms: int | None = 0
+    """When its canary is to run (again); None: it runs."""
+    num_asked_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_saved_blocks: int = 0
+    num_compared: int = 0
+    num_refused: int = 0
+    not_saved: dict[NotSaved, int] = field(default_factory=dict[NotSaved, int])
+
+
+class AttachCore:
+    """The servers that are attached to one holder, whose blocks are of this `identity`.
+
+    `canary_ms`: a server that shares proves itself again after so long.
+    """
+
+    def __init__(self, memory: StoreMemory, identity: KVIdentity, canary_ms: int) -> None:
+        self._memory = memory
+        self._identity = identity
+        self._canary_every_ms = canary_ms
+        self.servers: dict[str, Server] = {}
+        self._saved_by: dict[Content, str] = {}
+        """Of blocks that are kept, or were: which life of a server has computed them."""
+
+    def rules(self) -> RuleTable:
+        """Return what is done with which event."""
+        return {
+            HalfJoined: self._joined,
+            HalfLeft: self._left,
+            HalfSent: self._sent,
+            CanaryEnded: self._canary_ended,
+            TimePassed: self._time_passed,
+        }
+
+    # Who is here.
+
+    def _joined(self, event: HalfJoined, now_ms: int) -> list[Action]:
+        hello = event.hello
+        if refusal := self._refusal(hello):
+            return [Refuse(refusal)]
+        server = self.servers.setdefault(hello.server, Server(hello))
+        server.halves.add(hello.half)
+        actions: list[Action] = [Welcomed(hello.server, hello.half)]
+        # A half that has connected anew finds its server as it was: what it has proven, it has proven.
+        if server.sharing is not Sharing.PROVING:
+            word = Proven() if server.sharing is Sharing.ON else Off(server.why)
+            return [*actions, SendHalf(hello.server, hello.half, word)]
+        return actions + self._start_canary(hello.server, now_ms)
+
+    def _refusal(self, hello: Hello) -> HelloRefused | None:
+        if hello.protocol != PROTOCOL:
+            return HelloRefused(
+                f"the connector speaks version {hello.protocol} and the holder version {PROTOCOL}: "
+                "install kvmesh and kvmesh_vllm of one version",
+                is_final=True,
+            )
+        for name, ours in msgspec.structs.asdict(self._identity).items():
+            if (theirs := getattr(hello.identity, name)) != ours:
+                return HelloRefused(f"its {name} is {theirs}, and this holder's is {ours}", is_final=True)
+        known = self.servers.get(hello.server)
+        if known is not None and hello.half in known.halves:
+            return HelloRefused(f"a server {hello.server} is attached already", is_final=False)
+        if known is None and len(self.servers) >= MAX_SERVERS:
+            return HelloRefused(f"{MAX_SERVERS} servers are attached already", is_final=False)
+        return None
+
+    def _left(self, event: HalfLeft, _: int) -> list[Action]:
+        server = self.servers.get(event.server)
+        if server is None or event.half not in server.halves:
+            return []
+        server.halves.discard(event.half)
+        # Pins are the scheduler's. A worker that still copies from them reads memory that stays mapped, and notices by
+        # its digest where that was filled anew.
+        if event.half is Half.SCHEDULER:
+            for number in list(server.pins):
+                self._unpin(server, number)
+        if not server.halves:
+            self._memory.give_back(sorted(server.purse))
+            del self.servers[event.server]
+        return []
+
+    # What the halves send.
+
+    def _sent(self, event: HalfSent, now_ms: int) -> list[Action]:
+        server = self.servers.get(event.server)
+        if server is None or event.half not in server.halves:
+            return []
+        match event.message:
+            case Ask():
+                return self._asked(event.server, server, event.message, now_ms)
+            case Release(number=number):
+                self._unpin(server, number)
+                return []
+            case WantSlots(num_slots=num_slots):
+                return [SendHalf(event.server, Half.SCHEDULER, SlotsGiven(self._fill_purse(server, num_slots)))]
+            case Saved():
+                return self._saved(event, server, event.message)
+            case BlockRefused(slot=slot, block_hash=block_hash):
+                server.num_refused += 1
+                if self._memory.kept.block_of.get(Content(server.hello.tenant, block_hash)) == slot:
+                    self._memory.kept.drop(slot)
+                return []
+            case Compared():
+                return self._compared(server, event.message)
+            case WeightsChanged():
+                return self._turn_off([event.server], "its weights may have been changed: start it again")
+            case Counted():
+                self._count(server, event.message)
+                return []
+            case Loaded():
+                return []
+
+    def _asked(self, name: str, server: Server, ask: Ask, now_ms: int) -> list[Action]:
+        """Pin the leading run that is here. One that shares no more finds nothing."""
+        self._unpin(server, ask.number)
+        blocks: list[int] = []
+        if server.sharing is not Sharing.OFF and len(server.pins) < MAX_PINS:
+            blocks = self._memory.take(split_hashes(ask.hashes), server.hello.tenant)
+        if blocks:
+            server.pins[ask.number] = Pin(list(blocks), now_ms + PIN_MS)
+        if ask.use is Use.CONFUSED and len(blocks) >= CANARY_BLOCKS:
+            blocks[CANARY_BLOCKS - 1] = blocks[0]
+        return [GiveBlocks(name, ask.number, tuple(blocks))]
+
+    def _fill_purse(self, server: Server, num_slots: int) -> tuple[int, ...]:
+        """Give a server empty slots, as far as its share of all purses goes."""
+        if server.sharing is Sharing.OFF:
+            return ()
+        most = max(1, self._memory.num_blocks // PURSES_SHARE)
+        left = most - sum(len(each.purse) for each in self.servers.values())
+        own = max(1, most // len(self.servers)) - len(server.purse)
+        slots = self._memory.allocate_up_to(max(0, min(num_slots, left, own)), server.hello.tenant)
+        server.purse.update(slots)
+        return tuple(slots)
+
+    def _saved(self, event: HalfSent, server: Server, saved: Saved) -> list[Action]:
+        slots, hashes = saved.slots, split_hashes(saved.hashes)
+        is_right = len(set(slots)) == len(slots) == len(hashes) == len(event.tags) and server.purse.issuperset(slots)
+        if not is_right:
+            return [EndHalf(event.server, event.half, "it has saved blocks into slots that are not its own")]
+        server.purse.difference_update(slots)
+        if server.sharing is Sharing.OFF:
+            self._memory.give_back(slots)
+            return []
+        self._memory.kept.tags |= dict(zip(slots, event.tags, strict=True))
+        self._memory.keep((BlockTable(segments_of(slots)),), hashes)
+        server.num_saved_blocks += len(slots)
+        self._forget_gone()
+        for slot in slots:
+            if (content := self._memory.kept.content_of(slot)) is not None:
+                self._saved_by[content] = event.server
+        return []
+
+    def _compared(self, server: Server, compared: Compared) -> list[Action]:
+        """Two servers do not agree on a block, and nothing shows which of them is wrong: both are off, and so is what
+        they have saved."""
+        server.num_compared += 1
+        if compared.is_same:
+            return []
+        content = Content(server.hello.tenant, compared.block_hash)
+        if (block := self._memory.kept.block_of.get(content)) is not None:
+            self._memory.kept.drop(block)
+        names = {server.hello.server, self._saved_by.get(content, server.hello.server)}
+        return self._turn_off(
+            sorted(names), f"a block that it computed anew differs by {compared.difference:.2g} of the values' spread"
+        )
+
+    def _turn_off(self, names: Iterable[str], reason: str) -> list[Action]:
+        """Share nothing with these any more, and give up what they have saved."""
+        actions: list[Action] = []
+        for name in names:
+            own = [content for content, saver in self._saved_by.items() if saver == name]
+            blocks = [self._memory.kept.block_of[each] for each in own if each in self._memory.kept.block_of]
+            for content in own:
+                del self._saved_by[content]
+            for block in blocks:
+                self._memory.kept.drop(block)
+            if (server := self.servers.get(name)) is not None:
+                server.sharing, server.why, server.canary_ms = Sharing.OFF, reason, None
+                actions += [SendHalf(name, half, Off(reason)) for half in sorted(server.halves)]
+            actions.append(TurnedOff(name, reason, len(blocks)))
+        return actions
+
+    # The canary.
+
+    def _start_canary(self, name: str, now_ms: int) -> list[Action]:
+        server = self.servers[name]
+        is_due = server.canary_ms is not None and server.canary_ms <= now_ms
+        if not is_due or server.halves != {*Half}:
+            return []
+        server.canary_ms = None
+        return [RunCanary(name)]
+
+    def _canary_ended(self, event: CanaryEnded, now_ms: int) -> list[Action]:
+        server = self.servers.get(event.server)
+        if server is None or server.sharing is Sharing.OFF:
+            return []
+        match event.proof:
+            case Proof.WRONG:
+                return self._turn_off([event.server], event.detail)
+            case Proof.UNREACHABLE:
+                server.canary_ms = now_ms + round(1000 * CANARY_RETRY_S)
+                if server.sharing is Sharing.PROVING:
+                    server.why = event.detail
+                return []
+            case Proof.RIGHT:
+                server.canary_ms = now_ms + self._canary_every_ms
+                if server.sharing is Sharing.ON:
+                    return []
+                server.sharing, server.why = Sharing.ON, ""
+                return [SendHalf(event.server, half, Proven()) for half in sorted(server.halves)]
+
+    def _time_passed(self, _: TimePassed, now_ms: int) -> list[Action]:
+        actions: list[Action] = []
+        for name, server in self.servers.items():
+            for number in [number for number, pin in server.pins.items() if pin.until_ms <= now_ms]:
+                self._unpin(server, number)
+            actions += self._start_canary(name, now_ms)
+        return actions
+
+    @property
+    def num_blocks(self) -> int:
+        return self._memory.num_blocks
+
+    def tag(self, block: int) -> bytes | None:
+        """Return a block's tag, if it has one."""
+        return self._memory.kept.tags.get(block)
+
+    # Helpers.
+
+    def _unpin(self, server: Server, number: int) -> None:
+        if (pin := server.pins.pop(number, None)) is not None:
+            self._memory.give_back(pin.blocks)
+
+    def _forget_gone(self) -> None:
+        """Bound what is remembered of blocks that are not kept any more."""
+        if len(self._saved_by) > 2 * self._memory.num_blocks:
+            kept = self._memory.kept.block_of
+            self._saved_by = {content: name for content, name in self._saved_by.items() if content in kept}
+
+    def _count(self, server: Server, counted: Counted) -> None:
+        server.num_asked_tokens += counted.asked_tokens
+        server.num_loaded_tokens += counted.loaded_tokens
+        for reason, number in counted.not_saved.items():
+            server.not_saved[reason] = server.not_saved.get(reason, 0) + number
+
+    def check_integrity(self) -> None:
+        """Assert that pins and purses have each a reference, and none that nobody has."""
+        pool = self._memory.kept.pool
+        purses = [slot for server in self.servers.values() for slot in server.purse]
+        assert len(set(purses)) == len(purses), "a slot is in one purse"
+        assert all(pool.num_references(slot) == 1 for slot in purses), "a slot of a purse is nobody else's"
+        pinned = [b for server in self.servers.values() for pin in server.pins.values() for b in pin.blocks]
+        assert all(pool.num_references(block) for block in pinned), "what is pinned is in use"

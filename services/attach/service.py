@@ -1,0 +1,125 @@
+"""Runs the holder that stock servers attach to: a store whose socket they bring blocks by and take them.
+
+Which KV it holds the first server says: its version, its backend and its arguments decide what a block's bytes mean.
+The model is known before, and a server of another one is refused.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.attach import Hello
+from services.attach.connector.identity import layout_of
+from services.attach.core import AttachCore
+from services.attach.door import Door, Listener, bound_socket
+from services.bus.base import Bus
+from services.config import MeshConfig, state_dir
+from services.engine.checkpoint import Checkpoint, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.metrics import Metrics
+from services.store.load import check_memory, make_parts
+from services.store.service import Store, run_store
+from services.telemetry import Telemetry
+from services.trust.credentials import HolderCredentials, holder_credentials
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachParts:
+    """What is made before the event loop. `sock` listens already; it goes with `held`."""
+
+    name: str
+    checkpoint: Checkpoint
+    credentials: HolderCredentials
+    sock: socket.socket
+    held: contextlib.ExitStack
+
+
+def load_attach(config: MeshConfig, name: str) -> AttachParts:
+    """Take the socket, and read what the model is. Raises UserError: another holder has the socket, too little memory,
+    no such checkpoint."""
+    credentials = holder_credentials(config)
+    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), "vllm")
+    check_memory(config.store)
+    held = contextlib.ExitStack()
+    sock = held.enter_context(bound_socket(socket_path(config)))
+    return AttachParts(name=name, checkpoint=checkpoint, credentials=credentials, sock=sock, held=held)
+
+
+def socket_path(config: MeshConfig) -> Path:
+    return Path(config.attach.socket) if config.attach.socket else state_dir() / "attach.sock"
+
+
+async def run_attach(
+    config: MeshConfig,
+    parts: AttachParts,
+    connection: Bus,
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
+) -> None:
+    """Serve until `stop` is set. It is ready before the first server is there, and part of the mesh after that. Takes
+    ownership of the parts."""
+    listener = Listener(lambda hello: refusal(parts.checkpoint, config.attach.tenant, hello))
+    server = await asyncio.start_unix_server(listener.serve_half, sock=parts.sock)
+    try:
+        if on_ready is not None:
+            on_ready()
+        if (first := await _first_hello(listener, stop)) is None:
+            return
+        identity = first.identity
+        log.info("holds KV of %s: %s", parts.checkpoint.name, identity.kv_format)
+        # Taking and clearing the memory may take seconds.
+        store_parts = await asyncio.to_thread(
+            lambda: make_parts(
+                config,
+                parts.name,
+                layout_of(identity),
+                parts.credentials,
+                model=config.model.name or parts.checkpoint.name,
+                context_length=parts.checkpoint.context_length,
+            )
+        )
+
+        def make_door(store: Store) -> Door:
+            core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s))
+            return Door(listener, core, store, store_parts.values.contents)
+
+        await run_store(config, store_parts, connection, telemetry, stop, None, metrics, make_door)
+    finally:
+        server.close()
+        await listener.close()
+        parts.held.close()
+
+
+def refusal(checkpoint: Checkpoint, tenant: str, hello: Hello) -> str:
+    """Return why a server cannot be attached to a holder of this model; "": it can."""
+    identity = hello.identity
+    if identity.weights != checkpoint.weights:
+        return (
+            f"the server's weights are not those of {checkpoint.path}, which this holder has: "
+            "start `kvmesh attach --model` with the folder that `vllm serve` has"
+        )
+    if hello.tenant != tenant:
+        return f"the server's tenant is {hello.tenant!r}, and this holder keeps {tenant!r}'s KV: set both alike"
+    ours = (checkpoint.num_layers, checkpoint.num_kv_heads, checkpoint.head_dim)
+    if (theirs := (identity.num_layers, identity.num_kv_heads, identity.head_dim)) != ours:
+        return f"the server's KV has {theirs} layers, heads and values, and by config.json it is {ours}"
+    return ""
+
+
+async def _first_hello(listener: Listener, stop: asyncio.Event) -> Hello | None:
+    """Return what the first server says; None: it is time to end."""
+    waits = {asyncio.ensure_future(listener.first_hello()), asyncio.ensure_future(stop.wait())}
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
+    return None if stop.is_set() else await listener.first_hello()

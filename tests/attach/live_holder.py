@@ -1,0 +1,102 @@
+"""A holder that servers attach to, as it runs: `run_attach` on an event loop of a thread's, over a bus in memory."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Generator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from schemas import subjects
+from schemas.attach import KVIdentity
+from schemas.observe import DescribeWorker, WorkerDescribed
+from services.attach.door import bound_socket
+from services.attach.service import AttachParts, run_attach
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.typed import TypedBus
+from services.config import AttachConfig, MeshConfig, StoreConfig, WorkerConfig
+from services.engine.checkpoint import Checkpoint
+from services.telemetry import Telemetry
+from tests.attach.core_rig import IDENTITY
+from tests.credentials import CREDENTIALS, SECRET, SEED
+from tests.store.rig import LAYOUT
+
+NAME = "attach-0"
+PATIENCE_S = 60.0
+ResultT = TypeVar("ResultT")
+
+
+class LiveHolder:
+    """`num_blocks`: of its arena. `stop` it once."""
+
+    def __init__(self, path: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY) -> None:
+        self.path = path
+        self._config = MeshConfig(
+            ticket_secrets=(SECRET.decode(),),
+            tenant_seed=SEED,
+            store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes),
+            worker=WorkerConfig(block_size=LAYOUT.block_size),
+            attach=AttachConfig(socket=str(path)),
+        )
+        held = contextlib.ExitStack()
+        sock = held.enter_context(bound_socket(path))
+        self._parts = AttachParts(
+            name=NAME, checkpoint=checkpoint_of(identity), credentials=CREDENTIALS, sock=sock, held=held
+        )
+        self._loop = asyncio.new_event_loop()
+        self._broker = MemoryBroker()
+        self._stop = asyncio.Event()
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holder", daemon=True)
+        self._thread.start()
+        assert self._is_ready.wait(PATIENCE_S)
+
+    def describe(self) -> WorkerDescribed:
+        """Return what the holder says of itself to whoever asks on the bus."""
+
+        async def ask() -> WorkerDescribed:
+            bus = TypedBus(MemoryBus(self._broker), "tests")
+            reply = await bus.ask(subjects.WORKER_STATUS, (NAME,), DescribeWorker(), PATIENCE_S)
+            await bus.close()
+            assert isinstance(reply, WorkerDescribed)
+            return reply
+
+        return self._call(ask())
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are pinned, or in a purse."""
+        return self.describe().load.blocks.running
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+
+    def _run(self) -> None:
+        serve = run_attach(
+            self._config, self._parts, MemoryBus(self._broker), Telemetry(NAME), self._stop, self._is_ready.set
+        )
+        self._loop.run_until_complete(serve)
+
+
+@contextlib.contextmanager
+def live_holder(path: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY) -> Generator[LiveHolder]:
+    holder = LiveHolder(path, num_blocks, identity)
+    try:
+        yield holder
+    finally:
+        holder.stop()
+
+
+def checkpoint_of(identity: KVIdentity) -> Checkpoint:
+    return Checkpoint(
+        path="/models/m", name="m", model_type="t", architecture="TForCausalLM", num_layers=identity.num_layers,
+        num_kv_heads=identity.num_kv_heads, head_dim=identity.head_dim, vocab_size=256, context_length=4_096,
+        windows=(), eos_token_ids=frozenset(), weights=identity.weights, dtype=identity.dtype, num_bytes=1,
+        weight_files=("model.safetensors",), is_plain=True,
+    )  # fmt: skip
