@@ -120,7 +120,7 @@ class Listener:
         try:
             if _is_ours(writer) and len(self._connections) <= len(Half) * MAX_SERVERS:
                 await self._serve(reader, writer)
-        except WrongMessageError as error:
+        except (WrongMessageError, ValueError) as error:
             log.warning("a connection is ended: %s", error)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # it has ended, or `close` ends it

@@ -68,8 +68,12 @@ class LiveHolder:
         """Blocks that are pinned, or in a purse."""
         return self.describe().load.blocks.running
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """Have it end."""
         self._loop.call_soon_threadsafe(self._stop.set)
+
+    def stop(self) -> None:
+        self.end()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._loop.close()
