@@ -319,7 +319,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: Annotated[
         str, Flag("--store-dir", "Folder of `--store disk`; .kvmesh/store if left out.", parse=_absolute)
     ] = ""
-    memory_bytes: int = 512 * MIB
+    memory_bytes: Annotated[
+        int, msgspec.Meta(ge=1), Flag("--memory-gib", "Memory for what others bring, in GiB.", unit=1 << 30)
+    ] = 512 * MIB
     max_bytes: Annotated[
         int, msgspec.Meta(ge=1), Flag("--store-mib", "Bound of the store's tier behind memory, in MiB.", unit=MIB)
     ] = 4096 * MIB

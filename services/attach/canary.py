@@ -73,7 +73,7 @@ def run_canary(hello: Hello, word: str) -> Verdict:
         confused = client.complete_loaded(Use.CONFUSED)
     except CanaryError as error:
         return Verdict(Proof.UNREACHABLE, f"{error}")
-    # One that has loaded nothing proves nothing: there was no room, a load has failed, another connector had the blocks.
+    # One that has loaded nothing proves nothing: there was no room, a load has failed, or another connector loaded.
     if min(loaded.num_loaded, confused.num_loaded) < CANARY_BLOCKS:
         return Verdict(
             Proof.UNREACHABLE,

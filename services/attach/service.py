@@ -17,7 +17,7 @@ from services.attach.connector.identity import layout_of
 from services.attach.core import AttachCore
 from services.attach.door import Door, Listener, bound_socket
 from services.bus.base import Bus
-from services.config import MeshConfig, state_dir
+from services.config import AttachConfig, MeshConfig, state_dir
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.metrics import Metrics
@@ -47,12 +47,13 @@ def load_attach(config: MeshConfig, name: str) -> AttachParts:
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), "vllm")
     check_memory(config.store)
     held = contextlib.ExitStack()
-    sock = held.enter_context(bound_socket(socket_path(config)))
+    sock = held.enter_context(bound_socket(socket_path(config.attach)))
     return AttachParts(name=name, checkpoint=checkpoint, credentials=credentials, sock=sock, held=held)
 
 
-def socket_path(config: MeshConfig) -> Path:
-    return Path(config.attach.socket) if config.attach.socket else state_dir() / "attach.sock"
+def socket_path(settings: AttachConfig) -> Path:
+    """Return where servers attach."""
+    return Path(settings.socket) if settings.socket else state_dir() / "attach.sock"
 
 
 async def run_attach(

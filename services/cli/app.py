@@ -93,6 +93,36 @@ def serve(
 
 
 @app.command()
+def attach(
+    model: Annotated[str, typer.Option(help="The checkpoint that the servers serve; the demo model if left out.")] = "",
+    memory_gib: Annotated[int, typer.Option(min=1, help="Memory for KV, in GiB.")] = 1,
+    bus: Annotated[str, typer.Option(help="URL of the mesh's NATS server.")] = "nats://127.0.0.1:4222",
+    keys: Annotated[str, typer.Option(help="Folder of the keys (`kvmesh bus-config`); none: the server is open.")] = "",
+    id: Annotated[str, typer.Option("--id", help="The holder's name; attach and the host's name if left out.")] = "",
+    socket: Annotated[str, typer.Option(help="Where servers attach; attach.sock in the state folder.")] = "",
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print what `vllm serve --kv-transfer-config` gets, and end.")
+    ] = False,
+    url: Annotated[str, typer.Option(help="With --print-config: where the server serves its API.")] = "",
+    api_key_file: Annotated[str, typer.Option(help="With --print-config: a file with the key of that API.")] = "",
+    wheel: Annotated[
+        Path | None, typer.Option(help="Write the wheel for the server's environment here, and end.")
+    ] = None,
+) -> None:
+    """Hold KV for the `vllm serve` processes of this host."""
+    from services.cli.attach import AttachOptions, run_attach, run_print_config, run_wheel
+
+    options = AttachOptions(model, memory_gib, bus, keys, id, socket)
+    if wheel is not None:
+        run_wheel(wheel)
+    elif print_config:
+        run_print_config(options, url, api_key_file)
+    else:
+        with leaving_at_once():
+            run_attach(options)
+
+
+@app.command()
 def bus_config(
     folder: Annotated[Path, typer.Argument(help="Where to write them; only you may read it.")],
     host: Annotated[

@@ -22,6 +22,9 @@ FLAGS: dict[str, tuple[Setting, Flag]] = {
 }
 
 
+FLAGS_BY_PATH = {setting.path: flag.name for setting, flag in FLAGS.values()}
+
+
 def taking_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the parameters of `kvmesh up`: it gets the value of each flag by its name, None where it is left
     out."""
@@ -62,7 +65,7 @@ def launch_of(given: Mapping[str, Any]) -> Launch:
         if value is not None and name != API_KEY:
             setting, flag = FLAGS[name]
             values[setting.path] = _meant(flag, value)
-    values |= _split(values)
+    values |= _attached(values) or _split(values)
     values |= _reached_by(values, given.get(API_KEY) or "")
     try:
         return changed(Launch(), values)
@@ -94,6 +97,17 @@ def _meant(flag: Flag, value: Any) -> Any:
         return flag.parse(value)
     except ValueError as error:
         raise UserError(f"{flag.name} {value!r}: {error}") from error
+
+
+def _attached(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what there is in place of workers where servers attach. Raises UserError."""
+    if not values.get("attach"):
+        return {}
+    workers = ("num_prefill", "num_decode", "num_aggregated", "num_gateways", "store", "devices")
+    of_them = ("config.engine.", "config.gateway.")
+    if beside := sorted(FLAGS_BY_PATH[path] for path in values if path in workers or path.startswith(of_them)):
+        raise UserError(f"--attach starts no workers and no gateway: leave out {', '.join(beside)}")
+    return {"num_prefill": 0, "num_decode": 0}
 
 
 def _split(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from schemas.permissions import PEOPLE
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import is_card, state_dir
+from services.engine.checkpoint import Checkpoint
 from services.errors import UserError
 from services.files import open_private, private_folder, replace_private, write_private
 from services.launch.options import Launch
@@ -99,6 +100,11 @@ async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event
 def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
     checkpoint = supervisor.checkpoint
     assert checkpoint is not None
+    # Name the other commands by a path where `kvmesh` is not on PATH.
+    command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
+    if launch.attach:
+        _greet_servers(console, launch, checkpoint, command)
+        return
     # Describe the mesh in a few words: its workers, a store, and each service that there are several of.
     shape = f"{launch.num_aggregated} aggregated" if launch.num_aggregated else (
         f"{launch.num_prefill} prefill + {launch.num_decode} decode"
@@ -136,8 +142,6 @@ def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
         f"  curl -s{flags} {supervisor.url}/v1/completions {headers} -d '{json.dumps(body)}'",
         markup=False,
     )
-    # Name the other commands by a path where `kvmesh` is not on PATH.
-    command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
     named = ", ".join(f"[bold]{command} {name}[/bold]" for name in ("trace", "tail", "top", "sub"))
     home = os.path.relpath(state_dir() / "run")
     console.print(f"\nThen {named},")
@@ -148,6 +152,18 @@ def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
         console.print(f"(the broker is at {supervisor.nats_url}; an operator hears prompts and answers too)")
     console.print(f"Prometheus finds every service's metrics by {os.path.relpath(state_dir() / 'metrics.json')}")
     console.print("Ctrl-C stops everything.")
+
+
+def _greet_servers(console: Console, launch: Launch, checkpoint: Checkpoint, command: str) -> None:
+    """Say how a server attaches."""
+    socket = f" --socket {launch.config.attach.socket}" if launch.config.attach.socket else ""
+    console.print(f"[bold green]kvmesh is up[/bold green]  servers of {checkpoint.name} may attach")
+    console.print("\nStart each with a port of its own, where the wheel of `kvmesh attach --wheel DIR` is installed:\n")
+    settings = f'"$({command} attach --print-config{socket} --url http://127.0.0.1:8000)"'
+    console.print(
+        f"  vllm serve {checkpoint.path} --block-size 32 --port 8000 --kv-transfer-config {settings}", markup=False
+    )
+    console.print(f"\nThen [bold]{command} status attach-0[/bold] shows them. Ctrl-C stops the holder; servers go on.")
 
 
 def _write_contexts(folder: Path, supervisor: Supervisor) -> None:

@@ -43,6 +43,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         Port, Flag("--nats-port", "Port of the embedded server; 0 finds one, another at each start.")
     ] = 0
     keys: Annotated[str, Flag("--keys", "With a server of your own: what `kvmesh bus-config DIR` has written.")] = ""
+    attach: Annotated[
+        bool, Flag("--attach", "No workers and no gateway: a holder of KV that `vllm serve` attaches to.")
+    ] = False
     store: Annotated[str, Flag("--store", "A KV store, if any: memory, disk, redis://… or valkey://….")] = ""
     config: MeshConfig = MeshConfig()
 
@@ -50,6 +53,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     def services(self) -> list[tuple[str, str]]:
         """(role, name) of every process, in starting order."""
         pairs = [*_named("scheduler", self.num_schedulers), *_named("directory", self.num_directories)]
+        if self.attach:
+            return [*pairs, ("attach", "attach-0")]
         if self.store:
             pairs.append(("store", "store-0"))
         for role, count in zip(WORKER_ROLES, (self.num_prefill, self.num_decode, self.num_aggregated), strict=True):

@@ -186,9 +186,11 @@ class Supervisor:
         launch = self._launch
         policy_named(launch.config.scheduler)
         await asyncio.to_thread(_check_store, _store_config(launch))
-        self.checkpoint = read_checkpoint(launch.config.model.path or str(DEMO_MODEL_DIR), launch.config.engine.name)
+        engine = "vllm" if launch.attach else launch.config.engine.name
+        self.checkpoint = read_checkpoint(launch.config.model.path or str(DEMO_MODEL_DIR), engine)
         self.devices = await self._plan_devices()
-        self._ports = _free_ports(launch.config.gateway.host, launch.config.gateway.port, launch.num_gateways)
+        num_gateways = sum(role == "gateway" for role, _ in launch.services)
+        self._ports = _free_ports(launch.config.gateway.host, launch.config.gateway.port, num_gateways)
         self._check_broker_port()
         self._metrics_ports = _distinct_ports([name for _, name in launch.services], taken={launch.nats_port})
         self._mesh = self._config()
@@ -218,11 +220,11 @@ class Supervisor:
             self._restarters.append(lasting_task(self._keep_broker_running, "keep the broker running"))
 
     async def stop_all(self) -> None:
-        """Stop the gateways, then all workers, the store, and the rest. What does not stop in time is killed."""
+        """Stop the gateways, then all workers, the stores, and the rest. What does not stop in time is killed."""
         for task in self._restarters:
             task.cancel()
         await asyncio.gather(*self._restarters, return_exceptions=True)
-        order = {"gateway": 0, **dict.fromkeys(WORKER_ROLES, 1), "store": 2}
+        order = {"gateway": 0, **dict.fromkeys(WORKER_ROLES, 1), "store": 2, "attach": 2}
         for stage in (0, 1, 2, 3):
             await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 3) == stage))
         for child in self._children:
@@ -349,13 +351,13 @@ class Supervisor:
         """Return the configuration that the services read, but for the broker's address. Raises UserError."""
         assert self.checkpoint is not None
         asked = apply_environment(self._launch.config)
-        store = _store_config(self._launch)
+        store, num_workers = _store_config(self._launch), max(1, len(self._launch.workers))
         filled_in = {
             "nats.keys": str(self.keys_dir),
             "model.path": self.checkpoint.path,
             "model.name": asked.model.name or self.checkpoint.name,
-            "gateway.port": self._ports[0],
-            "worker.num_threads": asked.worker.num_threads or max(1, usable_cores() // len(self._launch.workers)),
+            "gateway.port": self._ports[0] if self._ports else asked.gateway.port,
+            "worker.num_threads": asked.worker.num_threads or max(1, usable_cores() // num_workers),
             "worker.device": next((device for device in self.devices.values() if is_card(device)), CPU),
             "worker.plane_host": own_address(),
             "store.url": store.url,
@@ -363,12 +365,14 @@ class Supervisor:
             "telemetry.metrics_host": own_address(),
             "telemetry.trace_dir": str(self.trace_dir),
         }
-        return with_engine(changed(asked, filled_in), self.checkpoint)
+        config = changed(asked, filled_in)
+        # What KV is held the first server says that attaches.
+        return config if self._launch.attach else with_engine(config, self.checkpoint)
 
     def _check_memory(self, config: MeshConfig) -> None:
         assert self.checkpoint is not None
         num_workers = sum(not is_card(self.devices.get(name, CPU)) for name in self._launch.workers)
-        store_bytes = config.store.memory_bytes if self._launch.store else 0
+        store_bytes = config.store.memory_bytes if self._launch.store or self._launch.attach else 0
         check_memory(config, self.checkpoint, available_bytes(), num_workers=num_workers, store_bytes=store_bytes)
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
@@ -424,7 +428,8 @@ class Supervisor:
                         raise UserError(failed.error or f"{failed.describe_end()}; see {self.log_dir}")
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="waiting for the mesh to know them")
-                workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
+                others = ("gateway", "scheduler", "directory", "attach")
+                workers = {child.name for child in self._children if child.role not in others}
                 await wait_known(self.access(), workers, self._launch.num_schedulers, self._launch.num_directories)
         except TimeoutError as error:
             raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error

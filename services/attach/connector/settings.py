@@ -25,6 +25,21 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     required: bool = False
 
 
+MODULE = "kvmesh_vllm"
+"""The wheel's (`services/attach/wheel.py`)."""
+
+
+def transfer_config(settings: ConnectorSettings, module: str = MODULE) -> dict[str, Any]:
+    """Return what `vllm serve --kv-transfer-config` gets."""
+    return {
+        "kv_connector": "KvmeshConnector",
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": msgspec.to_builtins(settings),
+    }
+
+
 def read_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
     """Return the settings. Raises UserError: a key that there is not, or a value that cannot be."""
     try:
