@@ -4,8 +4,10 @@ vLLM makes one in its scheduler and one in its worker, in processes of their own
 defaults; those that are, with their parameters, are what a version of vLLM must have (`tests/attach/test_surface.py`).
 """
 
+import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,7 +116,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):
         names = [name for group in self._groups for name in group.layer_names]
         if sorted(names) != sorted(kv_caches):
             raise NotServedError(f"vLLM has KV of {sorted(kv_caches)}, and its groups name {sorted(names)}")
-        self._worker.register_pages({_number_of(name): _pages(name, kv_caches[name]) for name in names})
+        self._worker.register_pages(_pages(kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_loads(self._plan())
@@ -144,12 +146,23 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
 
-def _pages(name: str, cache: torch.Tensor) -> Any:
-    """Return a layer's pages as bytes, [pages, bytes]. Raises NotServedError where they do not lie one after another:
-    then a page's bytes would not be all of its KV."""
-    if not cache.is_contiguous() or cache.untyped_storage().nbytes() != cache.nbytes:
-        raise NotServedError(f"vLLM's KV of {name} has gaps, or shares its memory with other layers'")
-    return cache.view(cache.shape[0], -1).view(torch.uint8).numpy()
+def _pages(caches: Mapping[str, torch.Tensor]) -> dict[int, Any]:
+    """Return each layer's pages as bytes, [pages, bytes]. Raises NotServedError unless these are all of the memory that
+    vLLM has its KV in, each byte once: then a page's bytes would not be all of its KV, or be another's as well."""
+    num_bytes: Counter[int] = Counter()
+    spans: list[tuple[int, int]] = []
+    for name, cache in caches.items():
+        if not cache.is_contiguous():
+            raise NotServedError(f"vLLM's KV of {name} has gaps")
+        num_bytes[cache.untyped_storage().data_ptr()] += cache.nbytes
+        spans.append((cache.data_ptr(), cache.data_ptr() + cache.nbytes))
+    sizes = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches.values()}
+    spans.sort()
+    if num_bytes != sizes or any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+        raise NotServedError("vLLM's layers have KV in memory of each other's, or beside what they show")
+    return {
+        _number_of(name): cache.view(cache.shape[0], -1).view(torch.uint8).numpy() for name, cache in caches.items()
+    }
 
 
 def _number_of(name: str) -> int:
