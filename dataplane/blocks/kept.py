@@ -134,7 +134,7 @@ class KeptBlocks:
                 self._evict(block)
         self._barred.update(block for block in meant if self.pool.num_references(block))
 
-    def drop(self, block: int) -> None:
+    def forget_block(self, block: int) -> None:
         """Give up what a block is kept for, if it is: its bytes were found wrong. Who uses it goes on with it."""
         if block in self._content_of:
             self._evict(block)

@@ -10,8 +10,10 @@ import http.client
 import json
 import secrets
 import time
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 from urllib.parse import urlsplit
+
+import msgspec
 
 from schemas.attach import Hello, Use
 from services.attach.core import Proof
@@ -32,6 +34,33 @@ PROMPT_STEP = 7_919
 WEAK_TOKENS = 16
 """Where an API gives no logprobs, so many tokens are compared."""
 MAX_ANSWER_BYTES = 1 << 20
+
+
+class _Logprobs(msgspec.Struct):
+    top_logprobs: Annotated[list[dict[str, float]], msgspec.Meta(min_length=1)]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class _Own(msgspec.Struct):
+    loaded: int = 0
+
+
+class _Params(msgspec.Struct):
+    kvmesh: _Own | None = None
+
+
+class _Completion(msgspec.Struct):
+    """What is read of an answer of `/v1/completions`."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    kv_transfer_params: _Params | None = None
+
+
+_COMPLETION = msgspec.json.Decoder(_Completion)
 
 
 class Verdict(NamedTuple):
@@ -177,17 +206,13 @@ class ApiClient:
 
     def _answer(self, text: bytes) -> Answer:
         try:
-            answer = cast("dict[str, Any]", json.loads(text))
-            choice = answer["choices"][0]
-            top = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
-            params = (answer.get("kv_transfer_params") or {}).get("kvmesh") or {}
-            return Answer(
-                {str(token): float(value) for token, value in top.items()},
-                tuple(choice.get("token_ids") or ()),
-                int(params.get("loaded", 0)),
-            )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            found = _COMPLETION.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CanaryError(f"its API answers something else than completions: {text[:100]!r}") from error
+        choice, params = found.choices[0], found.kv_transfer_params
+        top = choice.logprobs.top_logprobs[0] if choice.logprobs is not None else {}
+        loaded = params.kvmesh.loaded if params is not None and params.kvmesh is not None else 0
+        return Answer(top, tuple(choice.token_ids or ()), loaded)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         make = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection

@@ -271,7 +271,7 @@ class AttachCore:
             case BlockRefused(slot=slot, block_hash=block_hash):
                 server.num_refused += 1
                 if self._memory.kept.block_of.get(Content(server.hello.tenant, block_hash)) == slot:
-                    self._memory.kept.drop(slot)
+                    self._memory.kept.forget_block(slot)
                 return []
             case Compared():
                 return self._compared(server, event.message)
@@ -332,7 +332,7 @@ class AttachCore:
             return []
         content = Content(server.hello.tenant, compared.block_hash)
         if (block := self._memory.kept.block_of.get(content)) is not None:
-            self._memory.kept.drop(block)
+            self._memory.kept.forget_block(block)
         names = {server.hello.server, self._saved_by.get(content, server.hello.server)}
         return self._turn_off(
             sorted(names), f"a block that it computed anew differs by {compared.difference:.2g} of the values' spread"
@@ -347,7 +347,7 @@ class AttachCore:
             for content in own:
                 del self._saved_by[content]
             for block in blocks:
-                self._memory.kept.drop(block)
+                self._memory.kept.forget_block(block)
             if (server := self.servers.get(name)) is not None:
                 server.sharing, server.why, server.canary_ms = Sharing.OFF, reason, None
                 actions += [SendHalf(name, half, Off(reason)) for half in sorted(server.halves)]
@@ -390,10 +390,6 @@ class AttachCore:
                 self._unpin(server, number)
             actions += self._start_canary(name, now_ms)
         return actions
-
-    @property
-    def num_blocks(self) -> int:
-        return self._memory.num_blocks
 
     def tag(self, block: int) -> bytes | None:
         """Return a block's tag, if it has one."""

@@ -56,8 +56,7 @@ from services.engine.channel import LENGTH
 from services.errors import UserError
 from services.files import PRIVATE_FILE, private_folder
 from services.holder.core.actions import OwnersAction
-from services.holder.core.rules import RuleTable
-from services.store.service import Store
+from services.store.service import Guests, Store
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class Listener:
 
 
 class Door:
-    """What the store behind the socket has of it (`services.store.service.Door`)."""
+    """What the listener, once the store is there, has the servers' halves served by."""
 
     def __init__(self, listener: Listener, core: AttachCore, store: Store, contents: BlockContents) -> None:
         self._listener = listener
@@ -156,6 +155,7 @@ class Door:
         self._store = store
         self._contents = contents
         self._arena = store.holder.parts.arena
+        (self._num_blocks,) = contents.shape.num_blocks
         self._digests: dict[int, Digest] = {}
         self._writers: dict[Key, asyncio.StreamWriter] = {}
         self._joining: asyncio.StreamWriter
@@ -164,13 +164,12 @@ class Door:
         """By server the word by which requests of ours are known."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def rules(self) -> RuleTable:
-        return self._core.rules()
+    @property
+    def guests(self) -> Guests:
+        """The servers, as the store has them."""
+        return Guests(self._core.rules(), self._carry_out, lambda: self._listener.open_door(self), self._send_away)
 
-    def open_door(self) -> None:
-        self._listener.open_door(self)
-
-    async def close_door(self) -> None:
+    async def _send_away(self) -> None:
         """End all connections: the servers go on by themselves."""
         for task in self._tasks:
             task.cancel()
@@ -197,13 +196,13 @@ class Door:
                 del self._writers[key]
                 self._store.step(HalfLeft(key.server, key.half), "attach")
 
-    def carry_out(self, action: OwnersAction) -> None:
+    def _carry_out(self, action: OwnersAction) -> None:
         match action:
             case Welcomed(server=server, half=half):
                 self._writers[Key(server, half)] = self._joining
                 word = self._canaries.setdefault(server, secrets.token_hex(16))
                 arena = self._arena
-                welcome = Welcome(arena.name, arena.nonce, self._core.num_blocks, word)
+                welcome = Welcome(arena.name, arena.nonce, self._num_blocks, word)
                 self._send(Key(server, half), welcome)
             case Refuse(answer=answer):
                 _put(self._joining, answer)
@@ -254,7 +253,7 @@ class Door:
     def _tags_of(self, saved: Saved, tenant: str) -> tuple[bytes, ...]:
         """Digest what was saved. Raises WrongMessageError."""
         hashes = split_hashes(saved.hashes)
-        if len(hashes) != len(saved.slots) or not all(0 <= slot < self._core.num_blocks for slot in saved.slots):
+        if len(hashes) != len(saved.slots) or not all(0 <= slot < self._num_blocks for slot in saved.slots):
             raise WrongMessageError("it has saved into slots that there are not")
         tags: list[bytes] = []
         for slot, block_hash in zip(saved.slots, hashes, strict=True):

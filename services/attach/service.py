@@ -22,7 +22,7 @@ from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.metrics import Metrics
 from services.store.load import check_memory, make_parts
-from services.store.service import Store, run_store
+from services.store.service import Guests, Store, run_store
 from services.telemetry import Telemetry
 from services.trust.credentials import HolderCredentials, holder_credentials
 
@@ -88,11 +88,11 @@ async def run_attach(
             )
         )
 
-        def make_door(store: Store) -> Door:
+        def make_guests(store: Store) -> Guests:
             core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s))
-            return Door(listener, core, store, store_parts.values.contents)
+            return Door(listener, core, store, store_parts.values.contents).guests
 
-        await run_store(config, store_parts, connection, telemetry, stop, None, metrics, make_door)
+        await run_store(config, store_parts, connection, telemetry, stop, None, metrics, make_guests)
     finally:
         server.close()
         await listener.close()

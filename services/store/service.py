@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 from dataplane.ends.reader import Landed
 from dataplane.lasting import lasting
@@ -38,19 +38,17 @@ __all__ = ["load_store", "run_store"]
 log = logging.getLogger(__name__)
 
 
-class Door(Protocol):
-    """By which others than holders of the mesh bring blocks and take them (`services/attach/door.py`)."""
+class Guests(NamedTuple):
+    """Others than holders of the mesh, who bring blocks and take them (`services/attach/door.py`): what is decided on
+    what comes of them, who carries that out, and how they are let in, once the store serves, and sent away."""
 
-    def rules(self) -> RuleTable:
-        """Return what is decided on what comes through it."""
-        ...
-
-    def carry_out(self, action: OwnersAction) -> None: ...
-    def open_door(self) -> None: ...
-    async def close_door(self) -> None: ...
+    rules: RuleTable
+    carry_out: Callable[[OwnersAction], None]
+    let_in: Callable[[], None]
+    send_away: Callable[[], Awaitable[None]]
 
 
-MakeDoor = Callable[["Store"], Door]
+MakeGuests = Callable[["Store"], Guests]
 
 
 async def run_store(
@@ -61,14 +59,14 @@ async def run_store(
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
-    make_door: MakeDoor | None = None,
+    make_guests: MakeGuests | None = None,
 ) -> None:
-    """Serve until `stop` is set; then leave in order. Takes ownership of the parts. `make_door`: where others than the
-    mesh's holders have part in it."""
+    """Serve until `stop` is set; then leave in order. Takes ownership of the parts. `make_guests`: where others
+    than the mesh's holders have part in it."""
     try:
         async with asyncio.TaskGroup() as tasks:
             bus = TypedBus(connection, "store", metrics or Metrics(parts.worker_id))
-            store = Store(config, parts, bus, telemetry, tasks, make_door)
+            store = Store(config, parts, bus, telemetry, tasks, make_guests)
             await store.begin_serving()
             if on_ready is not None:
                 on_ready()
@@ -90,7 +88,7 @@ class Store:
         bus: TypedBus,
         telemetry: Telemetry,
         tasks: asyncio.TaskGroup,
-        make_door: MakeDoor | None = None,
+        make_guests: MakeGuests | None = None,
     ) -> None:
         memory, times, tick_ms = parts.memory, config.times.store, config.times.presence.beat_interval_ms
         self._config = config
@@ -100,9 +98,9 @@ class Store:
         self._tasks = tasks
         self._backing = Backing(parts.tier, parts.values, times.pause_s) if parts.tier else None
         self._copies = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=MAX_COPY_READS)
-        self._door = make_door(self) if make_door is not None else None
+        self._guests = make_guests(self) if make_guests is not None else None
         tables = [self._copies.rules(), self.holder.lending.rules()]
-        tables += [self._door.rules()] if self._door is not None else []
+        tables += [self._guests.rules] if self._guests is not None else []
         self.rules = Rules(tables, [self._copies.start_reads])
         self.reporter = Reporter(
             identity=parts.info, blocks=self.holder.blocks, bus=bus, outbox=self.holder.outbox,
@@ -143,15 +141,15 @@ class Store:
         if self._backing is not None:
             writes = lasting(partial(self._write_behind, self._backing), "writing behind")
             self._clockwork.append(tasks.create_task(writes, name="write behind"))
-        if self._door is not None:
-            self._door.open_door()
+        if self._guests is not None:
+            self._guests.let_in()
 
     async def leave(self) -> None:
         """Leave in order: take nothing more and lend nothing more, as whoever asks can read or compute elsewhere; write
         what waits, serve the reads that have a lease, close the tier, and end. Each in bounded time."""
         self.holder.is_leaving = True
-        if self._door is not None:
-            await self._door.close_door()
+        if self._guests is not None:
+            await self._guests.send_away()
         for last in (DrainBegun(), Stopping()):
             self.step(last, "stop")
         self.reporter.publish_draining()
@@ -207,9 +205,9 @@ class Store:
         """Nothing more is to be done: what was read is kept."""
 
     def carry_out(self, action: Action) -> None:
-        """Log what could not be taken: nothing is computed here. What is decided on the door is the door's."""
-        if isinstance(action, OwnersAction) and self._door is not None:
-            return self._door.carry_out(action)
+        """Log what could not be taken: nothing is computed here. What is decided on guests is theirs."""
+        if isinstance(action, OwnersAction) and self._guests is not None:
+            return self._guests.carry_out(action)
         assert isinstance(action, NotTaken), "nothing is computed here"
         return log.warning("%d blocks of %s were not taken: %s", action.num_blocks, action.worker_id, action.reason)
 

@@ -75,7 +75,7 @@ class HolderClient:
         if welcome is None:
             log.warning("kvmesh: there is no holder at %s yet: all is computed here", self._path)
 
-    def send(self, message: FromScheduler | FromWorker) -> None:
+    def send_holder(self, message: FromScheduler | FromWorker) -> None:
         """Put a message in line; without a holder it is forgotten."""
         with self.changed:
             if self._channel is not None:

@@ -4,6 +4,7 @@ vLLM makes one in its scheduler and one in its worker, in processes of their own
 defaults; those that are, with their parameters, are what a version of vLLM must have (`tests/attach/test_surface.py`).
 """
 
+# pyright: basic, reportMissingImports=false
 import itertools
 import re
 import sys

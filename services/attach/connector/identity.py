@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dataplane.blocks.layout import ITEM_BYTES, KVLayout
 from schemas.attach import KVIdentity, NotSaved
@@ -98,8 +98,8 @@ def identity_of(config: Any, cache: Any, machine: Machine) -> KVIdentity:
 def further_args(config: Any) -> Mapping[str, Any]:
     """Return the arguments that change what a server computes, besides the checkpoint's files: those that are set."""
     model = config.model_config
-    args = {
-        "hf_overrides": model.hf_overrides if isinstance(model.hf_overrides, dict) else repr(model.hf_overrides),
+    args: dict[str, Any] = {
+        "hf_overrides": repr(model.hf_overrides) if callable(model.hf_overrides) else model.hf_overrides,
         "quantization": model.quantization,
         "additional_config": config.additional_config,
         "model_impl": "" if (impl := str(getattr(model.model_impl, "value", model.model_impl))) == "auto" else impl,
@@ -156,6 +156,7 @@ def _folder(model: Any) -> str:
     import huggingface_hub  # noqa: PLC0415 - there is one wherever vLLM is
 
     try:
-        return huggingface_hub.snapshot_download(model.model, revision=model.revision, local_files_only=True)
+        download = cast("Callable[..., str]", huggingface_hub.snapshot_download)  # pyright: ignore[reportUnknownMemberType]
+        return download(model.model, revision=model.revision, local_files_only=True)
     except Exception as error:
         raise NotServedError(f"the files of {model.model} are not found: name its folder ({error})") from error

@@ -4,10 +4,13 @@ vLLM calls it on its only thread, while every running request waits: nothing her
 `request`: `vllm.v1.request.Request`.
 """
 
+import contextlib
 import time
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from schemas.attach import MAX_RUN, Ask, Counted, Have, KVIdentity, NotSaved, Release, Use, WantSlots, WeightsChanged
 from schemas.block import BlockHasher, join_hashes
@@ -27,6 +30,13 @@ OWN_KEY = "kvmesh"
 """In a request's `kv_transfer_params`. All others are somebody else's."""
 SALT, CANARY_SALT = "s:", "c:"
 """Before what distinguishes hashes of equal tokens: no client's salt is the canary's."""
+
+
+class CanaryParams(msgspec.Struct, frozen=True):
+    """In the `kv_transfer_params` of a canary's request. `canary`: the word that the holder has given this server."""
+
+    canary: str
+    use: Use
 
 
 @dataclass(slots=True)
@@ -57,6 +67,8 @@ class Shared:
 
 @dataclass(slots=True)
 class Counts:
+    """Since they were sent last."""
+
     asked_tokens: int = 0
     loaded_tokens: int = 0
     not_saved: dict[NotSaved, int] = field(default_factory=dict[NotSaved, int])
@@ -86,12 +98,12 @@ class SchedulerHalf:
         if (reason := not_shared(request)) is not None:
             return self._counts.miss(reason)
         client = self._client
-        own = (request.kv_transfer_params or {}).get(OWN_KEY)
+        own = _own_params(request)
         with client.changed:
             welcome, is_proven = client.welcome, client.is_proven
         if welcome is None:
             return self._counts.miss(NotSaved.NO_HOLDER)
-        is_canary = isinstance(own, dict) and own.get("canary") == welcome.canary
+        is_canary = own is not None and own.canary == welcome.canary
         if not (is_proven or is_canary):
             return self._counts.miss(NotSaved.OFF)
         salt = CANARY_SALT if is_canary else SALT + request.cache_salt if request.cache_salt else ""
@@ -101,7 +113,7 @@ class SchedulerHalf:
             request=request,
             number=self._last_number,
             hasher=hasher,
-            use=_use(own) if is_canary else self._sampled(request.request_id),
+            use=own.use if own is not None and is_canary else self._sampled(request.request_id),
             asked_s=time.monotonic(),
             nonce=welcome.nonce,
             is_canary=is_canary,
@@ -113,7 +125,7 @@ class SchedulerHalf:
         self._shared[request.request_id] = one
         self._counts.asked_tokens += 0 if is_canary else request.num_tokens
         if asked:
-            client.send(Ask(one.number, join_hashes(asked), one.use))
+            client.send_holder(Ask(one.number, join_hashes(asked), one.use))
         else:
             one.found = Have(one.number, (), b"")
         return None
@@ -190,7 +202,7 @@ class SchedulerHalf:
         return {OWN_KEY: {"loaded": one.num_loaded}} if one.is_canary else None
 
     def weights_changed(self) -> None:
-        self._client.send(WeightsChanged())
+        self._client.send_holder(WeightsChanged())
 
     def _is_answered(self, one: Shared) -> bool:
         """Return whether the holder has answered, or will not in time."""
@@ -209,7 +221,7 @@ class SchedulerHalf:
 
     def _release(self, one: Shared) -> None:
         """Let the holder have back what is pinned for a request. A later answer is of no use either."""
-        self._client.send(Release(one.number))
+        self._client.send_holder(Release(one.number))
         one.found = Have(one.number, (), b"")
 
     def _plan_saves(self, plan: StepPlan, one: Shared, end: int, pages: list[int]) -> None:
@@ -237,25 +249,25 @@ class SchedulerHalf:
             missing = self._purse - client.num_slots()
             if client.welcome is None or 2 * missing < self._purse or not client.may_refill():
                 return
-        client.send(WantSlots(missing))
+        client.send_holder(WantSlots(missing))
 
     def _send_counts(self) -> None:
         if (now_s := time.monotonic()) - self._counted_s < COUNT_EVERY_S or self._counts == Counts():
             return
         self._counted_s = now_s
         counts, self._counts = self._counts, Counts()
-        self._client.send(Counted(counts.asked_tokens, counts.loaded_tokens, counts.not_saved))
+        self._client.send_holder(Counted(counts.asked_tokens, counts.loaded_tokens, counts.not_saved))
 
     def _sampled(self, name: str) -> Use:
         """Return the use of what is found of a request: the same whenever it is asked."""
         return Use.COMPARE if zlib.crc32(name.encode()) % self._check_every == 0 else Use.LOAD
 
 
-def _use(own: dict[str, Any]) -> Use:
-    try:
-        return Use(own.get("use", Use.LOAD))
-    except ValueError:
-        return Use.LOAD
+def _own_params(request: Any) -> CanaryParams | None:
+    """Return what the holder says of a request of its own. Any client may send anything there."""
+    with contextlib.suppress(msgspec.ValidationError, LookupError, TypeError):
+        return msgspec.convert(request.kv_transfer_params[OWN_KEY], CanaryParams)
+    return None
 
 
 def _split(digests: bytes) -> list[bytes]:

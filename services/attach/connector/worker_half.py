@@ -102,7 +102,7 @@ class WorkerHalf:
                 keys[run.arena_block : run.arena_block + run.num_blocks] = rows[:, : arena.half]
                 values[run.arena_block : run.arena_block + run.num_blocks] = rows[:, arena.half :]
         slots = tuple(save.slot for save in plan.saves)
-        self._client.send(Saved(slots, join_hashes([save.block_hash for save in plan.saves])))
+        self._client.send_holder(Saved(slots, join_hashes([save.block_hash for save in plan.saves])))
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that failed."""
@@ -133,7 +133,7 @@ class WorkerHalf:
                 log.exception("kvmesh: a load has failed")
                 is_loaded = False
             num_loaded = len(load.slots) if is_loaded else 0
-            self._client.send(Loaded(load.number, num_loaded, time.monotonic() - began_s))
+            self._client.send_holder(Loaded(load.number, num_loaded, time.monotonic() - began_s))
             with self._lock:
                 (self._loaded if is_loaded else self._failed).add(load.request)
 
@@ -151,7 +151,7 @@ class WorkerHalf:
             if self._page_digest(page) != digest:
                 is_right = False
                 log.error("kvmesh: a block that was loaded is damaged: its request is computed")
-                self._client.send(BlockRefused(slot, block_hash))
+                self._client.send_holder(BlockRefused(slot, block_hash))
         return is_right
 
     def _page_digest(self, page: int) -> bytes:
@@ -170,11 +170,11 @@ class WorkerHalf:
             for part in kept:
                 hasher.update(part.data)
             if hasher.digest() != each.digest:
-                self._client.send(BlockRefused(each.slot, each.block_hash))
+                self._client.send_holder(BlockRefused(each.slot, each.block_hash))
                 continue
             difference = self._difference(kept, each.page)
             is_same = difference <= TOLERANCE[self._identity.dtype]
-            self._client.send(Compared(each.block_hash, difference, is_same))
+            self._client.send_holder(Compared(each.block_hash, difference, is_same))
 
     def _difference(self, kept: Sequence[Pages], page: int) -> float:
         """Return the largest difference of a block's values, of all layers, as a share of that layer's spread."""
