@@ -252,6 +252,24 @@ class StoreTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long a store that is stopped goes on writing behind memory."""
 
 
+class AttachTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Servers that attach to a holder."""
+
+    hello_s: Wait = 10.0
+    """Whoever connects says within this time who it is."""
+    pin_s: Wait = 60.0
+    """What was found is pinned for so long at most."""
+    canary_timeout_s: Wait = 300.0
+    """For one request of a canary, and until a server that starts takes requests: it compiles what it needs."""
+    canary_retry_s: Pace = 60.0
+    """A server whose API has not answered is asked again after so long."""
+    health_retry_s: Pace = 1.0
+    """The same while it starts."""
+    saved_s: Wait = 5.0
+    """So long what a canary has computed may take to be saved."""
+    saved_look_s: Pace = 0.05
+
+
 class TelemetryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Spans and metrics."""
 
@@ -282,6 +300,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill: PrefillTimes = PrefillTimes()
     decode: DecodeTimes = DecodeTimes()
     store: StoreTimes = StoreTimes()
+    attach: AttachTimes = AttachTimes()
     telemetry: TelemetryTimes = TelemetryTimes()
     plane: PlaneTimes = PlaneTimes()
 

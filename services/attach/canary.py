@@ -19,14 +19,11 @@ from schemas.attach import Hello, Use
 from services.attach.core import Proof
 from services.attach.limits import (
     CANARY_BLOCKS,
-    CANARY_TIMEOUT_S,
-    HEALTH_RETRY_S,
     MIN_IN_COMMON,
     NUM_LOGPROBS,
-    SAVED_LOOK_S,
-    SAVED_S,
 )
 from services.engine.vllm_engine.formats import TOLERANCE
+from services.times import AttachTimes
 
 MAX_TOKEN = 250
 """Of the prompt: every model has so many."""
@@ -91,11 +88,11 @@ class ApiRefusedError(CanaryError):
         self.status = status
 
 
-def run_canary(hello: Hello, word: str) -> Verdict:
+def run_canary(hello: Hello, word: str, times: AttachTimes) -> Verdict:
     """Let a server prove itself; takes seconds, minutes while it starts. `word`: by which it knows whose the requests
     are."""
     try:
-        client = ApiClient(hello, word)
+        client = ApiClient(hello, word, times)
         client.await_health()
         computed = client.complete(Use.COMPARE)
         loaded = client.complete_loaded(Use.LOAD)
@@ -147,7 +144,7 @@ class Likeness(NamedTuple):
 class ApiClient:
     """Sends a canary's requests to a server's OpenAI API. Raises CanaryError."""
 
-    def __init__(self, hello: Hello, word: str) -> None:
+    def __init__(self, hello: Hello, word: str, times: AttachTimes) -> None:
         try:
             self._url = urlsplit(hello.url)
             self._port = self._url.port
@@ -157,19 +154,20 @@ class ApiClient:
             raise CanaryError(f'no url leads to its API ({hello.url!r:.100}): set "url" in the connector\'s settings')
         self._hello = hello
         self._word = word
+        self._times = times
         size = hello.identity.block_size
         self._prompt = [1 + PROMPT_STEP * at % MAX_TOKEN for at in range(CANARY_BLOCKS * size + size // 2)]
 
     def await_health(self) -> None:
         """Wait until the server takes requests: its connector is there before that."""
-        until_s = time.monotonic() + CANARY_TIMEOUT_S
+        until_s = time.monotonic() + self._times.canary_timeout_s
         while True:
             try:
                 self._request("GET", "/health")
             except CanaryError:
                 if time.monotonic() > until_s:
                     raise
-                time.sleep(HEALTH_RETRY_S)
+                time.sleep(self._times.health_retry_s)
             else:
                 return
 
@@ -199,9 +197,9 @@ class ApiClient:
 
     def complete_loaded(self, use: Use) -> Answer:
         """Do the same once the blocks are there: what was computed is the holder's a moment after its answer."""
-        until_s = time.monotonic() + SAVED_S
+        until_s = time.monotonic() + self._times.saved_s
         while (answer := self.complete(use)).num_loaded < CANARY_BLOCKS and time.monotonic() < until_s:
-            time.sleep(SAVED_LOOK_S)
+            time.sleep(self._times.saved_look_s)
         return answer
 
     def _answer(self, text: bytes) -> Answer:
@@ -216,7 +214,7 @@ class ApiClient:
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         make = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        connection = make(cast("str", self._url.hostname), self._port, timeout=CANARY_TIMEOUT_S)
+        connection = make(cast("str", self._url.hostname), self._port, timeout=self._times.canary_timeout_s)
         headers = {"Content-Type": "application/json"}
         if self._hello.api_key:
             headers["Authorization"] = f"Bearer {self._hello.api_key}"

@@ -38,11 +38,12 @@ from schemas.attach import (
     WeightsChanged,
 )
 from schemas.block import split_hashes
-from services.attach.limits import CANARY_BLOCKS, CANARY_RETRY_S, MAX_PINS, MAX_SERVERS, PIN_MS, PURSES_SHARE
+from services.attach.limits import CANARY_BLOCKS, MAX_PINS, MAX_SERVERS, PURSES_SHARE
 from services.holder.core.actions import Action, OwnersAction
 from services.holder.core.events import OwnersEvent, TimePassed
 from services.holder.core.rules import RuleTable
 from services.store.blocks import StoreMemory
+from services.times import AttachTimes
 
 
 class Sharing(enum.StrEnum):
@@ -187,10 +188,11 @@ class AttachCore:
     `canary_ms`: a server that shares proves itself again after so long.
     """
 
-    def __init__(self, memory: StoreMemory, identity: KVIdentity, canary_ms: int) -> None:
+    def __init__(self, memory: StoreMemory, identity: KVIdentity, canary_ms: int, times: AttachTimes) -> None:
         self._memory = memory
         self._identity = identity
         self._canary_every_ms = canary_ms
+        self._times = times
         self.servers: dict[str, Server] = {}
         self._saved_by: dict[Content, str] = {}
         """Of blocks that are kept, or were: which life of a server has computed them."""
@@ -290,7 +292,7 @@ class AttachCore:
         if server.sharing is not Sharing.OFF and len(server.pins) < MAX_PINS:
             blocks = self._memory.take(split_hashes(ask.hashes), server.hello.tenant)
         if blocks:
-            server.pins[ask.number] = Pin(list(blocks), now_ms + PIN_MS)
+            server.pins[ask.number] = Pin(list(blocks), now_ms + round(1000 * self._times.pin_s))
         if ask.use is Use.CONFUSED and len(blocks) >= CANARY_BLOCKS:
             blocks[CANARY_BLOCKS - 1] = blocks[0]
         return [GiveBlocks(name, ask.number, tuple(blocks))]
@@ -372,7 +374,7 @@ class AttachCore:
             case Proof.WRONG:
                 return self._turn_off([event.server], event.detail)
             case Proof.UNREACHABLE:
-                server.canary_ms = now_ms + round(1000 * CANARY_RETRY_S)
+                server.canary_ms = now_ms + round(1000 * self._times.canary_retry_s)
                 if server.sharing is Sharing.PROVING:
                     server.why = event.detail
                 return []

@@ -51,12 +51,13 @@ from services.attach.core import (
     TurnedOff,
     Welcomed,
 )
-from services.attach.limits import HELLO_S, MAX_SERVERS, MAX_UNSENT_BYTES
+from services.attach.limits import MAX_SERVERS, MAX_UNSENT_BYTES
 from services.engine.channel import LENGTH
 from services.errors import UserError
 from services.files import PRIVATE_FILE, private_folder
 from services.holder.core.actions import OwnersAction
 from services.store.service import Guests, Store
+from services.times import AttachTimes
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +98,18 @@ class Listener:
     `check`: why a server cannot be attached here whatever is held; "": it can.
     """
 
-    def __init__(self, check: Callable[[Hello], str]) -> None:
+    def __init__(self, check: Callable[[Hello], str], times: AttachTimes) -> None:
         self._check = check
-        self._first: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._times = times
+        self.first: Hello
+        """The first server's, once `first_server` has returned."""
+        self._has_first = asyncio.Event()
         self._door: asyncio.Future[Door] = asyncio.get_running_loop().create_future()
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def first_hello(self) -> Hello:
-        """Return the first server's, once there is one."""
-        return await asyncio.shield(self._first)
+    async def first_server(self) -> None:
+        """Wait for it."""
+        await self._has_first.wait()
 
     def open_door(self, door: "Door") -> None:
         """Let the servers in, also those that wait already."""
@@ -134,13 +138,14 @@ class Listener:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(HELLO_S):
+        async with asyncio.timeout(self._times.hello_s):
             hello = _decoded(_HELLO, await _read(reader))
         if reason := self._check(hello):
             await _send(writer, HelloRefused(reason, is_final=True))
             return
-        if not self._first.done():
-            self._first.set_result(hello)
+        if not self._has_first.is_set():
+            self.first = hello
+            self._has_first.set()
         # The server's end of the connection may go while the holder's memory is being made.
         door = await asyncio.shield(self._door)
         await door.serve_half(hello, reader, writer)
@@ -149,11 +154,14 @@ class Listener:
 class Door:
     """What the listener, once the store is there, has the servers' halves served by."""
 
-    def __init__(self, listener: Listener, core: AttachCore, store: Store, contents: BlockContents) -> None:
+    def __init__(
+        self, listener: Listener, core: AttachCore, store: Store, contents: BlockContents, times: AttachTimes
+    ) -> None:
         self._listener = listener
         self._core = core
         self._store = store
         self._contents = contents
+        self._times = times
         self._arena = store.holder.parts.arena
         (self._num_blocks,) = contents.shape.num_blocks
         self._digests: dict[int, Digest] = {}
@@ -162,16 +170,22 @@ class Door:
         """Of the connection whose `HalfJoined` is being decided on."""
         self._canaries: dict[str, str] = {}
         """By server the word by which requests of ours are known."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: asyncio.TaskGroup
+        """The store's, from `let_in` on."""
+        self._working: set[asyncio.Task[None]] = set()
 
     @property
     def guests(self) -> Guests:
         """The servers, as the store has them."""
-        return Guests(self._core.rules(), self._carry_out, lambda: self._listener.open_door(self), self._send_away)
+        return Guests(self._core.rules(), self._carry_out, self._let_in, self._send_away)
+
+    def _let_in(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._listener.open_door(self)
 
     async def _send_away(self) -> None:
         """End all connections: the servers go on by themselves."""
-        for task in self._tasks:
+        for task in self._working:
             task.cancel()
         await self._listener.close()
 
@@ -271,7 +285,7 @@ class Door:
         done: asyncio.Future[Verdict] = loop.create_future()
 
         def run() -> None:
-            verdict = run_canary(hello, word)
+            verdict = run_canary(hello, word, self._times)
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(lambda: done.done() or done.set_result(verdict))
 
@@ -283,9 +297,9 @@ class Door:
     # Connections.
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
 
     def _send(self, key: Key, message: ToHalf) -> None:
         """Send to a half, if it is there. One that takes nothing any more is given up."""

@@ -21,6 +21,7 @@ from services.config import AttachConfig, MeshConfig, state_dir
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.metrics import Metrics
+from services.runtime import ended_before
 from services.store.load import check_memory, make_parts
 from services.store.service import Guests, Store, run_store
 from services.telemetry import Telemetry
@@ -67,14 +68,15 @@ async def run_attach(
 ) -> None:
     """Serve until `stop` is set. It is ready before the first server is there, and part of the mesh after that. Takes
     ownership of the parts."""
-    listener = Listener(lambda hello: refusal(parts.checkpoint, config.attach.tenant, hello))
+    times = config.times.attach
+    listener = Listener(lambda hello: refusal(parts.checkpoint, config.attach.tenant, hello), times)
     server = await asyncio.start_unix_server(listener.serve_half, sock=parts.sock)
     try:
         if on_ready is not None:
             on_ready()
-        if (first := await _first_hello(listener, stop)) is None:
+        if not await ended_before(stop, listener.first_server()):
             return
-        identity = first.identity
+        identity = listener.first.identity
         log.info("holds KV of %s: %s", parts.checkpoint.name, identity.kv_format)
         # Taking and clearing the memory may take seconds.
         store_parts = await asyncio.to_thread(
@@ -89,8 +91,8 @@ async def run_attach(
         )
 
         def make_guests(store: Store) -> Guests:
-            core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s))
-            return Door(listener, core, store, store_parts.values.contents).guests
+            core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s), times)
+            return Door(listener, core, store, store_parts.values.contents, times).guests
 
         await run_store(config, store_parts, connection, telemetry, stop, None, metrics, make_guests)
     finally:
@@ -113,14 +115,3 @@ def refusal(checkpoint: Checkpoint, tenant: str, hello: Hello) -> str:
     if (theirs := (identity.num_layers, identity.num_kv_heads, identity.head_dim)) != ours:
         return f"the server's KV has {theirs} layers, heads and values, and by config.json it is {ours}"
     return ""
-
-
-async def _first_hello(listener: Listener, stop: asyncio.Event) -> Hello | None:
-    """Return what the first server says; None: it is time to end."""
-    waits = {asyncio.ensure_future(listener.first_hello()), asyncio.ensure_future(stop.wait())}
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
-    return None if stop.is_set() else await listener.first_hello()

@@ -15,6 +15,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from services.files import private_folder
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "kvmesh_vllm"
 FIRST = "services.attach.connector.connector"
@@ -43,7 +45,7 @@ def write_wheel(folder: Path) -> Path:
     record = f"{info}/RECORD"
     lines = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     target = folder / f"{PACKAGE}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in files.items():

@@ -44,7 +44,7 @@ class Guests(NamedTuple):
 
     rules: RuleTable
     carry_out: Callable[[OwnersAction], None]
-    let_in: Callable[[], None]
+    let_in: Callable[[asyncio.TaskGroup], None]
     send_away: Callable[[], Awaitable[None]]
 
 
@@ -142,7 +142,7 @@ class Store:
             writes = lasting(partial(self._write_behind, self._backing), "writing behind")
             self._clockwork.append(tasks.create_task(writes, name="write behind"))
         if self._guests is not None:
-            self._guests.let_in()
+            self._guests.let_in(tasks)
 
     async def leave(self) -> None:
         """Leave in order: take nothing more and lend nothing more, as whoever asks can read or compute elsewhere; write

@@ -22,6 +22,7 @@ from services.attach.core import AttachCore, CanaryEnded, GiveBlocks, HalfJoined
 from services.holder.core.actions import Action
 from services.holder.core.events import Event
 from services.holder.core.rules import Rules
+from services.times import AttachTimes
 from tests.store.rig import LAYOUT, hashes_of
 from tests.store.test_blocks import make_memory
 
@@ -56,7 +57,7 @@ class CoreRig:
     def __init__(self, num_blocks: int = 16) -> None:
         self.memory = make_memory(num_blocks, behind=False)
         self.memory.writes = False
-        self.core = AttachCore(self.memory, IDENTITY, CANARY_MS)
+        self.core = AttachCore(self.memory, IDENTITY, CANARY_MS, AttachTimes())
         self._rules = Rules([self.core.rules()])
         self.now_ms = 1_000_000
 

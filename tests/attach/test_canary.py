@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 
 from schemas.attach import Half, Use
-from services.attach import canary
 from services.attach.canary import Verdict, run_canary
 from services.attach.core import Proof
 from services.attach.limits import CANARY_BLOCKS, NUM_LOGPROBS
+from services.times import AttachTimes
 from tests.attach.core_rig import IDENTITY, hello
 
 WORD = "the canary's word"
 SAME = {f"token_id:{number}": -0.1 * number for number in range(NUM_LOGPROBS)}
 OTHER = {f"token_id:{number + 100}": -0.1 * number for number in range(NUM_LOGPROBS)}
 Body = dict[str, Any]
+SOON = AttachTimes(canary_timeout_s=10.0, health_retry_s=0.01, saved_s=0.0)
+NEVER = AttachTimes(canary_timeout_s=0.01, health_retry_s=0.01)
 
 
 def answer(logprobs: dict[str, float], loaded: int = CANARY_BLOCKS, token_ids: list[int] | None = None) -> Body:
@@ -60,20 +62,13 @@ def api(reply: Callable[[Body, str], tuple[int, object]]) -> Generator[str]:
         thread.join()
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary, "SAVED_S", 0.0)
-    monkeypatch.setattr(canary, "CANARY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(canary, "HEALTH_RETRY_S", 0.01)
-
-
 def by_use(computed: Body, loaded: Body, confused: Body) -> Callable[[Body, str], tuple[int, object]]:
     answers = {Use.COMPARE: computed, Use.LOAD: loaded, Use.CONFUSED: confused}
     return lambda body, _: (200, answers[Use(body["kv_transfer_params"]["kvmesh"]["use"])])
 
 
 def ran(url: str, **changes: object) -> Verdict:
-    return run_canary(hello("a", Half.SCHEDULER, url=url, **changes), WORD)
+    return run_canary(hello("a", Half.SCHEDULER, url=url, **changes), WORD, SOON)
 
 
 NEARLY = {name: value + 1e-5 for name, value in SAME.items()}
@@ -165,5 +160,5 @@ def test_an_api_that_answers_otherwise_proves_nothing(status: int, content: obje
     "url", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://[", "http://x:port", "http://127.0.0.1:1"]
 )
 def test_a_url_that_leads_nowhere_is_named(url: str) -> None:
-    verdict = ran(url)
+    verdict = run_canary(hello("a", Half.SCHEDULER, url=url), WORD, NEVER)
     assert verdict.proof is Proof.UNREACHABLE and ("url" in verdict.detail or "does not answer" in verdict.detail)

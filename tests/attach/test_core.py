@@ -34,13 +34,15 @@ from services.attach.core import (
     TurnedOff,
     Welcomed,
 )
-from services.attach.limits import CANARY_RETRY_S, MAX_PINS, MAX_SERVERS, PIN_MS, PURSES_SHARE
+from services.attach.limits import MAX_PINS, MAX_SERVERS, PURSES_SHARE
 from services.holder.core.events import TimePassed
+from services.times import AttachTimes
 from tests.attach.core_rig import CANARY_MS, IDENTITY, CoreRig, of_type
 from tests.share import examples
 from tests.store.rig import hashes_of
 
 NUM_BLOCKS = 64
+PIN_MS, RETRY_MS = round(1000 * AttachTimes().pin_s), round(1000 * AttachTimes().canary_retry_s)
 A, B = "server-a", "server-b"
 
 
@@ -83,7 +85,7 @@ def test_a_server_that_cannot_be_reached_is_asked_again() -> None:
     rig.prove(A, Proof.UNREACHABLE)
     assert rig.core.servers[A].why == "as the test has it"
     assert rig.step(TimePassed()) == []
-    rig.now_ms += round(1000 * CANARY_RETRY_S)
+    rig.now_ms += RETRY_MS
     assert rig.step(TimePassed()) == [RunCanary(A)] and rig.step(TimePassed()) == [], "one at a time"
 
 

@@ -24,6 +24,9 @@ TASKS_OUTSIDE_A_GROUP = {
 }
 """Every other task belongs to an asyncio.TaskGroup, which ends it and hears of its error."""
 THREADS = {
+    "services/attach/connector/client.py": "a server's: what fails in it is logged, and tried again; joined at its end",
+    "services/attach/connector/worker_half.py": "a server's: a load that fails is computed; joined at its end",
+    "services/attach/door.py": "a canary's, which ends with a word of its own; nobody waits for it at an end",
     "dataplane/lasting.py": "tries again, and ends its process where it must not",
     "dataplane/cards/pairs.py": "two of a card's communicator: one is waited for, one is given up with it",
     "dataplane/ends/reader.py": "one for each read, which joins it",

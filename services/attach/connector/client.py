@@ -114,8 +114,12 @@ class HolderClient:
 
     def _run(self) -> None:
         while not self._closing.is_set() and not self._final:
-            with contextlib.suppress(OSError, EOFError, IpcError):
+            try:
                 self._connect_once()
+            except (OSError, EOFError, IpcError):
+                pass  # there is none, or it has ended
+            except Exception:
+                log.exception("kvmesh: the connection to the holder has failed")
             self._lost()
             self._tried.set()
             self._closing.wait(RETRY_S)
