@@ -73,16 +73,36 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     left_ms: Number
 
 
+class AttachedServer(Message, frozen=True, kw_only=True):
+    """A server that is attached to a holder (`docs/attach.md`). `sharing`: proving, on or off, and `why`. `not_saved`:
+    blocks or requests that were not shared, by the reason. `num_held`: blocks that are pinned for it, or empty and its
+    own."""
+
+    server: str
+    model: str
+    url: str
+    sharing: str
+    why: str = ""
+    num_asked_tokens: Number = 0
+    num_loaded_tokens: Number = 0
+    num_saved_blocks: Number = 0
+    num_compared: Number = 0
+    num_refused: Number = 0
+    num_held: Number = 0
+    not_saved: dict[str, Number] = {}
+
+
 class WorkerDescribed(Message, frozen=True, kw_only=True):
     """The oldest first; of many requests or leases only so many are listed. What is read how quickly from whom stands
-    in `load.rates.transfers`. `last_steps`: what came, where from, and what was decided on it, for people; the latest
-    last."""
+    in `load.rates.transfers`. `servers`: that are attached to it. `last_steps`: what came, where from, and what was
+    decided on it, for people; the latest last."""
 
     load: WorkerLoad
     requests: tuple[HeldRequest, ...] = ()
     leases: tuple[HeldLease, ...] = ()
     num_requests: Number = 0
     num_leases: Number = 0
+    servers: tuple[AttachedServer, ...] = ()
     last_steps: tuple[str, ...] = ()
 
 

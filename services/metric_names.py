@@ -7,6 +7,7 @@ with buckets added below and above theirs. Units are seconds, bytes, tokens and 
 from typing import Any
 
 from schemas import subjects
+from schemas.attach import NotSaved
 from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import RefusalReason
 from services.metrics import Labels, MetricName
@@ -16,7 +17,8 @@ GATEWAY: Labels = ("gateway",)
 SCHEDULER: Labels = ("scheduler",)
 DIRECTORY: Labels = ("directory",)
 WORKERS: Labels = ("prefill", "decode", "aggregated")
-HOLDERS: Labels = (*WORKERS, "store", "attach")
+ATTACH: Labels = ("attach",)
+HOLDERS: Labels = (*WORKERS, "store", *ATTACH)
 ALL: Labels = ("gateway", "scheduler", "directory", *HOLDERS)
 
 PROVIDER = "kvmesh"
@@ -30,6 +32,8 @@ LEASE_OUTCOMES: Labels = tuple(end for end in LeaseEnd if end is not LeaseEnd.UN
 STRANDED: Labels = (LeaseEnd.READER_LEFT, LeaseEnd.SILENT, LeaseEnd.EXPIRED)
 """Ends of a lease that its reader did not cause: until then its blocks were held for nothing."""
 REASONS: Labels = tuple(RefusalReason)
+ATTACH_TOKEN_KINDS: Labels = ("asked", "loaded")
+ATTACH_BLOCK_KINDS: Labels = ("saved", "compared", "damaged")
 
 _MESSAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _PART_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -246,6 +250,36 @@ STRANDED_BLOCKS = MetricName(
     roles=HOLDERS,
     is_own=True,
 )
+
+# Servers that are attached to a holder.
+
+ATTACH_SERVERS = MetricName(
+    "gauge", "kvmesh_attach_servers", "Attached servers: that share, that are yet to prove themselves, that are off",
+    ("sharing",), roles=ATTACH, is_sampled=True, is_own=True,
+)  # fmt: skip
+ATTACH_TOKENS = MetricName(
+    "counter", "kvmesh_attach_tokens", "Tokens of their requests, and those of them that were loaded", ("what",),
+    (ATTACH_TOKEN_KINDS,), roles=ATTACH, is_own=True,
+)  # fmt: skip
+ATTACH_BLOCKS = MetricName(
+    "counter", "kvmesh_attach_blocks", "Blocks that they saved, that they compared, that they found damaged", ("what",),
+    (ATTACH_BLOCK_KINDS,), roles=ATTACH, is_own=True,
+)  # fmt: skip
+ATTACH_NOT_SHARED = MetricName(
+    "counter", "kvmesh_attach_not_shared", "Blocks or requests that were not shared", ("reason",), (tuple(NotSaved),),
+    roles=ATTACH, is_own=True,
+)  # fmt: skip
+ATTACH_MISMATCHES = MetricName(
+    "counter", "kvmesh_attach_mismatches", "Servers that were found wrong, and share no more", roles=ATTACH, is_own=True
+)
+ATTACH_LOAD_SECONDS = MetricName(
+    "histogram", "kvmesh_attach_load_seconds", "A load, from its turn to its last digest", buckets=_PART_BUCKETS,
+    roles=ATTACH, is_own=True,
+)  # fmt: skip
+ATTACH_HELD_BLOCKS = MetricName(
+    "gauge", "kvmesh_attach_held_blocks", "Blocks that are pinned for servers, or empty and their own", roles=ATTACH,
+    is_sampled=True, is_own=True,
+)  # fmt: skip
 
 # A worker's engine.
 

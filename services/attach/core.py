@@ -69,6 +69,10 @@ class Proof(enum.StrEnum):
 class HalfJoined(OwnersEvent):
     hello: Hello
 
+    @property
+    def about(self) -> str:
+        return f"{self.hello.server} {self.hello.half}"
+
 
 @dataclass(frozen=True, slots=True)
 class HalfLeft(OwnersEvent):
@@ -76,6 +80,10 @@ class HalfLeft(OwnersEvent):
 
     server: str
     half: Half
+
+    @property
+    def about(self) -> str:
+        return f"{self.server} {self.half}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,10 @@ class HalfSent(OwnersEvent):
     message: FromScheduler | FromWorker
     tags: tuple[bytes, ...] = ()
 
+    @property
+    def about(self) -> str:
+        return f"{self.server} {type(self.message).__name__}"
+
 
 @dataclass(frozen=True, slots=True)
 class CanaryEnded(OwnersEvent):
@@ -95,6 +107,10 @@ class CanaryEnded(OwnersEvent):
     server: str
     proof: Proof
     detail: str
+
+    @property
+    def about(self) -> str:
+        return f"{self.server} {self.proof}"
 
 
 # What is to be done.
@@ -180,6 +196,11 @@ class Server:
     num_compared: int = 0
     num_refused: int = 0
     not_saved: dict[NotSaved, int] = field(default_factory=dict[NotSaved, int])
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are pinned for it, each as often as it is, or empty and its own."""
+        return len(self.purse) + sum(len(pin.blocks) for pin in self.pins.values())
 
 
 class AttachCore:

@@ -52,6 +52,7 @@ from services.attach.core import (
     Welcomed,
 )
 from services.attach.limits import MAX_SERVERS, MAX_UNSENT_BYTES
+from services.attach.observe import AttachMetrics
 from services.engine.channel import LENGTH
 from services.errors import UserError
 from services.files import PRIVATE_FILE, private_folder
@@ -166,6 +167,7 @@ class Door:
         (self._num_blocks,) = contents.shape.num_blocks
         self._digests: dict[int, Digest] = {}
         self._writers: dict[Key, asyncio.StreamWriter] = {}
+        self._measured = AttachMetrics(store.holder.measured.metrics, core)
         self._joining: asyncio.StreamWriter
         """Of the connection whose `HalfJoined` is being decided on."""
         self._canaries: dict[str, str] = {}
@@ -177,7 +179,7 @@ class Door:
     @property
     def guests(self) -> Guests:
         """The servers, as the store has them."""
-        return Guests(self._core.rules(), self._carry_out, self._let_in, self._send_away)
+        return Guests(self._core.rules(), self._carry_out, self._let_in, self._send_away, self._measured.servers)
 
     def _let_in(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -205,6 +207,7 @@ class Door:
                     # Digests of what a step has saved take milliseconds: nobody else waits for them.
                     tags = await asyncio.to_thread(self._tags_of, message, hello.tenant)
                 self._store.step(HalfSent(key.server, key.half, message, tags), "attach")
+                self._measured.received(message)
         finally:
             if self._writers.get(key) is writer:
                 del self._writers[key]
@@ -230,6 +233,7 @@ class Door:
             case RunCanary(server=server):
                 self._start(self._run_canary(server))
             case TurnedOff(server=server, reason=reason, num_dropped=num_dropped):
+                self._measured.turned_off()
                 log.error("server %s shares no more: %s; %d blocks of its are given up", server, reason, num_dropped)
             case _:
                 raise AssertionError(f"{type(action).__name__} is nobody's")

@@ -85,10 +85,27 @@ def _print_worker(described: WorkerDescribed, *, as_json: bool) -> None:
     for lease in described.leases:
         times = (f"{lease.age_ms / 1000:.1f}", f"{lease.left_ms / 1000:.1f}")
         leases.add_row(lease.lease_id, lease.reader, str(lease.num_blocks), *times)
+    headings = ("asked", "loaded", "saved", "compared", "damaged", "held")
+    servers = Table(
+        "server", "shares", *(Column(each, justify="right") for each in headings), box=None, padding=(0, 1, 0, 0)
+    )
+    for each in described.servers:
+        counts = (
+            each.num_asked_tokens, each.num_loaded_tokens, each.num_saved_blocks, each.num_compared, each.num_refused,
+            each.num_held,
+        )  # fmt: skip
+        servers.add_row(each.server, each.sharing, *map(str, counts))
     console.print(f"{described.num_requests} requests, {described.num_leases} leases")
-    for table in (requests, leases):
+    for table in (requests, leases, servers):
         if table.row_count:
             console.print(table)
+    # Below: why a server does not share, and what of it was not shared.
+    for each in described.servers:
+        if each.why:
+            console.print(f"{each.server} at {each.url or 'no url'}: {each.why}", soft_wrap=True)
+        if each.not_saved:
+            not_saved = ", ".join(f"{reason} {number}" for reason, number in sorted(each.not_saved.items()))
+            console.print(f"{each.server} did not share: {not_saved}", soft_wrap=True)
     for line in described.last_steps:
         console.print(line, soft_wrap=True)
 

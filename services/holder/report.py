@@ -9,7 +9,7 @@ import msgspec
 
 from schemas import subjects
 from schemas.directory import Inventory
-from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
+from schemas.observe import AttachedServer, HeldLease, HeldRequest, WorkerDescribed
 from schemas.worker import (
     LeftReason,
     WorkerBeat,
@@ -59,7 +59,7 @@ def _weighed(load: WorkerLoad) -> WorkerLoad:
 @dataclass(kw_only=True)
 class Reporter:
     """Describes one holder of KV. `identity`: what of it is known before it serves. `load`: what there is to do at a
-    time in ms. `requests`: what goes on here then, for people."""
+    time in ms. `requests`: what goes on here then, for people. `servers`: that are attached to it."""
 
     identity: WorkerInfo
     blocks: LentBlocks[Any]
@@ -69,6 +69,7 @@ class Reporter:
     journal: Journal
     load: "Callable[[Reporter, int], WorkerLoad]"
     requests: Callable[[int], Iterable[HeldRequest]]
+    servers: Callable[[], tuple[AttachedServer, ...]] = tuple
 
     def __post_init__(self) -> None:
         self._publisher = LoadPublisher(self.outbox, self.times)
@@ -95,7 +96,8 @@ class Reporter:
     def describe(self, now_ms: int) -> WorkerDescribed:
         """Return the state at `now_ms`."""
         requests, leases = self.requests(now_ms), list(self.blocks.leases)
-        return describe(self.current_load(now_ms), requests, leases, now_ms, self.journal.lines())
+        described = describe(self.current_load(now_ms), requests, leases, now_ms, self.journal.lines())
+        return msgspec.structs.replace(described, servers=self.servers())
 
     def inventory(self, offset: int) -> Inventory:
         """Return a page of the blocks that are here. Blocks that have come or gone are published first: what a page has

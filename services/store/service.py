@@ -13,6 +13,7 @@ from schemas import subjects
 from schemas.block import split_hashes
 from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
 from schemas.message import Message
+from schemas.observe import AttachedServer
 from schemas.request import Refused
 from schemas.worker import WorkerLoad, WorkerRates
 from services.bus.base import Bus
@@ -40,12 +41,14 @@ log = logging.getLogger(__name__)
 
 class Guests(NamedTuple):
     """Others than holders of the mesh, who bring blocks and take them (`services/attach/door.py`): what is decided on
-    what comes of them, who carries that out, and how they are let in, once the store serves, and sent away."""
+    what comes of them, who carries that out, how they are let in, once the store serves, and sent away, and what there
+    is to say of them."""
 
     rules: RuleTable
     carry_out: Callable[[OwnersAction], None]
     let_in: Callable[[asyncio.TaskGroup], None]
     send_away: Callable[[], Awaitable[None]]
+    describe: Callable[[], tuple[AttachedServer, ...]]
 
 
 MakeGuests = Callable[["Store"], Guests]
@@ -105,6 +108,7 @@ class Store:
         self.reporter = Reporter(
             identity=parts.info, blocks=self.holder.blocks, bus=bus, outbox=self.holder.outbox,
             times=config.times.presence, journal=self.holder.journal, load=self._load, requests=self._copies.held,
+            servers=self._guests.describe if self._guests is not None else tuple,
         )  # fmt: skip
         self._loader = Loader(memory, self._backing, tasks, self._on_changed, times)
         self._unwritten = asyncio.Event()

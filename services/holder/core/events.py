@@ -167,6 +167,11 @@ class OwnersEvent:
 
     __slots__ = ()
 
+    @property
+    def about(self) -> str:
+        """What it is about, for people."""
+        return ""
+
 
 HandOverEvent = BlocksReserved | KVOffered | KVLanded | HandoffAborted
 EngineEvent = StepResult | SequenceRemoved | SequenceFailed | EngineDied | EngineBack

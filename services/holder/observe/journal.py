@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from services.engine.messages import StepResult
+from services.holder.core.events import OwnersEvent
 from services.holder.limits import MAX_STEPS_KEPT
 from services.runtime import now_ms
 
@@ -55,6 +56,8 @@ def _described(event: object) -> str:
     name = type(event).__name__
     if isinstance(event, StepResult):
         return f"{name} of {event.num_prefill_tokens} prompt tokens and {event.num_decode_tokens} answers"
+    if isinstance(event, OwnersEvent):
+        return f"{name} {event.about}"
     return f"{name} {about}" if (about := _request_of(event)) else name
 
 
