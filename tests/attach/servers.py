@@ -1,0 +1,211 @@
+"""Stock vLLM servers as processes, attached to a holder of a real mesh, for tests of the night."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.attach.connector.settings import ConnectorSettings, transfer_config
+from services.engine.demo_model import DEMO_MODEL_DIR
+from tests.waiting import wait_until
+
+MODULE = "services.attach.connector.connector"
+MODEL = "m"
+BLOCK_SIZE = 32
+START_S = 300.0
+KV_BYTES = 64 << 20
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    seconds: float
+    params: dict[str, Any] | None
+
+
+@dataclass
+class VllmServer:
+    """One `vllm serve`. `config`: its `--kv-transfer-config`, none: a server that is attached to nobody."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any] | None = None
+    model: Path = DEMO_MODEL_DIR
+    arguments: Sequence[str] = ()
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")
+
+    def start(self) -> None:
+        """Start it, in a session of its own, so that all its processes can be killed."""
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
+            "--served-model-name", MODEL, "--dtype", "float32", "--block-size", str(BLOCK_SIZE),
+            "--port", str(self.port), "--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-batched-tokens", "512",
+            "--enforce-eager", "--max-model-len", "2048", *self.arguments,
+        ]  # fmt: skip
+        if self.config is not None:
+            command += ["--kv-transfer-config", json.dumps(self.config)]
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=dict(os.environ) | ENVIRONMENT,
+            )  # fmt: skip
+
+    def await_health(self) -> None:
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            assert self.process is not None and self.process.poll() is None, self.log[-4_000:]
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                urllib.request.urlopen(f"{self.url}/health", timeout=5),
+            ):
+                return
+            time.sleep(0.2)
+        raise TimeoutError(self.log[-4_000:])
+
+    def await_end(self) -> str:
+        """Wait until it has ended by itself, and return its log."""
+        assert self.process is not None
+        self.process.wait(START_S)
+        return self.log
+
+    def await_log(self, text: str) -> None:
+        wait_until(lambda: text in self.log)
+
+    def kill(self) -> None:
+        """End all its processes at once."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ask(self, prompt: Sequence[int], num_tokens: int = 16, **fields: Any) -> Answer:
+        """Have a prompt completed, greedily unless the fields say otherwise."""
+        body = {
+            "model": MODEL, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        } | fields  # fmt: skip
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        began_s = time.monotonic()
+        with urllib.request.urlopen(request, timeout=START_S) as reply:
+            answer = json.load(reply)
+        return Answer(answer["choices"][0]["token_ids"], time.monotonic() - began_s, answer.get("kv_transfer_params"))
+
+    def computed(self, prompt: Sequence[int], num_tokens: int = 16, **fields: Any) -> list[int]:
+        """Return what it answers from nothing: neither its own cache nor the holder has this salt."""
+        return self.ask(prompt, num_tokens, **fields, cache_salt=os.urandom(8).hex()).tokens
+
+    def num_loaded(self) -> int:
+        """Return how many tokens were loaded so far, by vLLM's own count."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=START_S) as reply:
+            lines = reply.read().decode().splitlines()
+        (line,) = [each for each in lines if each.startswith("vllm:external_prefix_cache_hits_total{")]
+        return int(float(line.rpartition(" ")[2]))
+
+
+@dataclass
+class Holder:
+    """`kvmesh up --attach` in a folder."""
+
+    folder: Path
+    memory_gib: int = 1
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "attach.sock"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ) | {"KVMESH_STATE_DIR": str(self.folder)}
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "services.cli.main", "up", "--attach", "--socket", str(self.socket)]
+        log_path = self.folder / "up.log"
+        with log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, "--memory-gib", str(self.memory_gib)], stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, env=self.environment,
+            )  # fmt: skip
+        wait_until(lambda: "kvmesh is up" in log_path.read_text())
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(60)
+
+    @property
+    def pid(self) -> int:
+        """Of the holder itself."""
+        found = subprocess.run(
+            ["pgrep", "-f", f"serve attach --id attach-0 .*{self.folder}"], capture_output=True, text=True, check=True
+        )
+        return int(found.stdout.split()[0])
+
+    def status(self) -> dict[str, Any]:
+        """Return what `kvmesh status attach-0` says."""
+        found = subprocess.run(
+            [sys.executable, "-m", "services.cli.main", "status", "attach-0", "--json"],
+            capture_output=True, text=True, check=False, env=self.environment,
+        )  # fmt: skip
+        return json.loads(found.stdout) if found.returncode == 0 else {}
+
+    def servers(self) -> list[dict[str, Any]]:
+        return self.status().get("servers", [])
+
+    def config(self, server_port: int, *, module: str = MODULE, **settings: Any) -> dict[str, Any]:
+        made = ConnectorSettings(socket=str(self.socket), url=f"http://127.0.0.1:{server_port}", **settings)
+        return transfer_config(made, module)
+
+    def arenas(self) -> list[Path]:
+        """Return those in shared memory of the holder that runs."""
+        return sorted(Path("/dev/shm").glob(f"kvmesh-{self.pid}-*"))
+
+
+def attached(holder: Holder, name: str, *, module: str = MODULE, **settings: Any) -> VllmServer:
+    """Return a server of this holder, not started. `arguments`: of vLLM."""
+    port, arguments = free_port(), settings.pop("arguments", ())
+    config = holder.config(port, module=module, **settings)
+    return VllmServer(holder.folder, name, config, arguments=arguments, port=port)
+
+
+@contextlib.contextmanager
+def running(*servers: VllmServer) -> Generator[None]:
+    """Have these servers up, all at once, and gone at the end."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.await_health()
+        yield
+    finally:
+        for server in servers:
+            server.kill()
