@@ -54,6 +54,7 @@ PARTS = (
     Part(
         "processes", 13, "real processes: the mesh as users meet it, its commands, traces, restarts",
         files=(
+            "tests/attach/test_processes.py",
             "tests/cli/test_bus.py", "tests/cli/test_host.py", "tests/cli/test_meshes.py",
             "tests/mesh/test_both_engines.py", "tests/mesh/test_conversations.py", "tests/mesh/test_equality.py",
             "tests/mesh/test_logprobs.py", "tests/mesh/test_mesh.py", "tests/mesh/test_readable_bus.py",

@@ -38,8 +38,13 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
     if mesh is not None and access.url != mesh.nats_url:
         mesh = None  # it is another one that is asked for
     where = "".join(f"{gateway}/v1, " for gateway in (mesh.url, *mesh.other_urls)) if mesh else ""
-    console.print(f"{where}{access.shown}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
-    console.print(worker_table(fleet))
+    # A mesh that servers attach to has no workers, and is ready for none.
+    if mesh is not None and not mesh.url:
+        console.print(f"{access.shown}, for servers that attach")
+    else:
+        state = "ready" if fleet.ready else "[red]not ready[/red]"
+        console.print(f"{where}{access.shown}, policy {fleet.policy}, {state}")
+        console.print(worker_table(fleet))
     if any(load.worker.role == "store" for load in fleet.workers):
         console.print(store_table(fleet))
     for line in device_lines(fleet):

@@ -1,0 +1,131 @@
+"""`kvmesh up --attach` and `kvmesh attach` as users start them, with servers that stand in for vLLM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from schemas.attach import Half, KVIdentity
+from services.engine.checkpoint import read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from tests.attach.fake_server import fake_server
+from tests.attach.servers import Holder
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Generator[Holder]:
+    made = Holder(tmp_path)
+    made.start()
+    yield made
+    made.stop()
+
+
+def identity() -> KVIdentity:
+    demo = read_checkpoint(str(DEMO_MODEL_DIR), "vllm")
+    return KVIdentity(
+        weights=demo.weights, kv_format="fake", dtype="float32", num_layers=demo.num_layers,
+        num_kv_heads=demo.num_kv_heads, head_dim=demo.head_dim, block_size=32,
+    )  # fmt: skip
+
+
+def run(holder: Holder, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli.main", *words], capture_output=True, text=True, check=False,
+        env=holder.environment,
+    )  # fmt: skip
+
+
+def test_servers_attach_are_shown_and_survive_the_holder(holder: Holder) -> None:
+    prompt = list(range(200))
+    with (
+        fake_server(holder.socket, "a", identity=identity()) as one,
+        fake_server(holder.socket, "b", identity=identity()) as other,
+    ):
+        one.await_proven()
+        other.await_proven()
+        right = one.run(prompt).answer
+        wait_until(lambda: other.run(prompt).num_loaded == 192)
+        wait_until(lambda: any(each["num_loaded_tokens"] for each in holder.servers()))
+        shown = run(holder, "status", "attach-0").stdout
+        assert "server" in shown and " on " in shown
+        assert "for servers that attach" in run(holder, "status").stdout
+        os.kill(holder.pid, signal.SIGKILL)
+        assert one.run(prompt).answer == right
+        wait_until(lambda: one.clients[Half.SCHEDULER].welcome is None)
+        one.await_proven()  # the next holder's
+        wait_until(lambda: one.run(prompt).num_loaded == 192)
+        assert one.run(prompt).answer == right
+    wait_until(lambda: not holder.servers())
+
+
+def test_when_it_ends_nothing_is_left(tmp_path: Path) -> None:
+    holder = Holder(tmp_path)
+    holder.start()
+    with fake_server(holder.socket, "a", identity=identity()) as server:
+        server.await_proven()
+        arenas = holder.arenas()
+        assert len(arenas) == 1
+        holder.stop()
+        assert not arenas[0].exists() and not holder.socket.exists()
+        assert server.run(list(range(100))).num_loaded == 0
+
+
+def test_what_a_server_is_given_is_printed(holder: Holder) -> None:
+    url = ("--url", "http://127.0.0.1:8000")
+    printed = run(holder, "attach", "--print-config", *url, "--socket", str(holder.socket))
+    config = json.loads(printed.stdout)
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_connector_extra_config"]["socket"] == str(holder.socket)
+    refused = run(holder, "attach", "--print-config")
+    assert refused.returncode == 2 and "--url" in refused.stderr
+    (line,) = run(holder, "attach", "--wheel", str(holder.folder)).stdout.splitlines()
+    assert Path(line).is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("up", "--attach", "--prefill", "2"), "--prefill"),
+        (("up", "--attach", "--engine", "vllm"), "--engine"),
+        (("up", "--attach", "--memory-gib", "100000"), "store.memory_bytes"),
+        (("attach", "--model", "/nowhere"), "/nowhere"),
+        (("attach", "--keys", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_what_cannot_be_is_a_line(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
+    refused = run(Holder(tmp_path), *words)
+    assert refused.returncode == 2 and text in refused.stderr
+
+
+def test_a_second_holder_does_not_take_the_socket(holder: Holder) -> None:
+    mesh = json.loads((holder.folder / "mesh.json").read_bytes())
+    refused = run(
+        holder, "attach", "--socket", str(holder.socket), "--bus", mesh["nats_url"], "--keys", mesh["keys"], "--id", "b"
+    )
+    assert refused.returncode == 2 and "another holder has the socket" in refused.stderr
+
+
+def test_a_second_holder_of_the_mesh_has_a_socket_of_its_own(holder: Holder, tmp_path: Path) -> None:
+    mesh = json.loads((holder.folder / "mesh.json").read_bytes())
+    second = tmp_path / "second.sock"
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "services.cli.main", "attach", "--socket", str(second), "--bus", mesh["nats_url"],
+            "--keys", mesh["keys"], "--id", "attach-1",
+        ],
+        env=holder.environment, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_until(second.exists)
+        with fake_server(second, "c", identity=identity()) as server:
+            server.await_proven()
+            wait_until(lambda: "attach-1" in run(holder, "status").stdout)
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
