@@ -50,7 +50,7 @@ class ArenaTooLargeError(Exception):
         mib = 1 << 20
         super().__init__(
             f"the KV arena needs {needed / mib:.0f} MiB of shared memory, but {SHM_DIR} has {available / mib:.0f} MiB "
-            "left: take less (kv_bytes, --kv-mib), or give the container more (docker: --shm-size)"
+            "left: take less (--kv-mib, --memory-gib), or give the container more (docker: --shm-size)"
         )
         self.needed = needed
         self.available = available
@@ -146,6 +146,13 @@ class Arena:
         self.buffer = memoryview(b"")
         with contextlib.suppress(BufferError):  # views are alive: the last one unmaps
             mapping.close()
+
+
+def check_room(num_bytes: int) -> None:
+    """Raise ArenaTooLargeError where an arena of so many bytes cannot be made now."""
+    needed, available = HEADER_BYTES + num_bytes, _available_bytes()
+    if available is not None and needed > available:
+        raise ArenaTooLargeError(needed, available)
 
 
 def _available_bytes() -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.memory.arena import ArenaTooLargeError, check_room
 from schemas.attach import Hello
 from services.attach.connector.identity import layout_of
 from services.attach.core import AttachCore
@@ -20,6 +21,7 @@ from services.bus.base import Bus
 from services.config import AttachConfig, MeshConfig, state_dir
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.errors import UserError
 from services.metrics import Metrics
 from services.runtime import ended_before
 from services.store.load import check_memory, make_parts
@@ -47,6 +49,10 @@ def load_attach(config: MeshConfig, name: str) -> AttachParts:
     credentials = holder_credentials(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), "vllm")
     check_memory(config.store)
+    try:
+        check_room(config.store.memory_bytes)
+    except ArenaTooLargeError as error:
+        raise UserError(str(error)) from error
     held = contextlib.ExitStack()
     sock = held.enter_context(bound_socket(socket_path(config.attach)))
     return AttachParts(name=name, checkpoint=checkpoint, credentials=credentials, sock=sock, held=held)

@@ -10,7 +10,6 @@ from services.attach.service import socket_path
 from services.attach.wheel import write_wheel
 from services.config import (
     AttachConfig,
-    EngineConfig,
     MeshConfig,
     ModelConfig,
     NatsConfig,
@@ -45,7 +44,6 @@ class AttachOptions(NamedTuple):
             model=ModelConfig(path=str(find_checkpoint(self.model)) if self.model else ""),
             store=StoreConfig(memory_bytes=self.memory_gib * GIB),
             attach=AttachConfig(socket=str(Path(self.socket).absolute()) if self.socket else ""),
-            engine=EngineConfig(name="vllm"),
         )
 
 

@@ -61,6 +61,7 @@ from services.ports import bind, free_port
 from services.restarts import Restarts
 from services.scheduler.placement.named import policy_named
 from services.settings import changed
+from services.store.load import check_memory as check_store_memory
 from services.store.remote import ValkeyTier
 from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
@@ -371,8 +372,11 @@ class Supervisor:
 
     def _check_memory(self, config: MeshConfig) -> None:
         assert self.checkpoint is not None
+        if self._launch.attach:
+            check_store_memory(config.store)
+            return
         num_workers = sum(not is_card(self.devices.get(name, CPU)) for name in self._launch.workers)
-        store_bytes = config.store.memory_bytes if self._launch.store or self._launch.attach else 0
+        store_bytes = config.store.memory_bytes if self._launch.store else 0
         check_memory(config, self.checkpoint, available_bytes(), num_workers=num_workers, store_bytes=store_bytes)
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:

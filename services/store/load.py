@@ -28,6 +28,7 @@ from services.trust.credentials import HolderCredentials, holder_credentials
 log = logging.getLogger(__name__)
 
 DISK_URL = "disk"
+GIB = 1 << 30
 
 OpenTier = Callable[[StoreConfig, BlockValues], BackTier | None]
 
@@ -61,7 +62,9 @@ def check_memory(settings: StoreConfig) -> None:
     """Raise UserError where there is too little memory for a store's."""
     needed, available = settings.memory_bytes, available_bytes()
     if available is not None and needed > available:
-        raise UserError(f"store.memory_bytes = {needed}, and {available} bytes are free: lower it")
+        raise UserError(
+            f"store.memory_bytes (--memory-gib) = {needed / GIB:.3g} GiB, and {available / GIB:.3g} are free: lower it"
+        )
 
 
 def make_parts(

@@ -102,7 +102,7 @@ def test_a_worker_that_does_not_fit_takes_nothing(
 
 def test_a_store_that_does_not_fit_takes_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.store.load.available_bytes", lambda: 1 << 19)
-    with pytest.raises(UserError, match=r"store\.memory_bytes = 1048576, and 524288 bytes are free: lower it"):
+    with pytest.raises(UserError, match=r"\(--memory-gib\) = 0\.000977 GiB, and 0\.000488 are free: lower it"):
         load_store(config_of(model, "cpu"), "store-0")
 
 

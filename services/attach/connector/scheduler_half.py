@@ -199,6 +199,7 @@ class SchedulerHalf:
         if (one := self._shared.pop(request.request_id, None)) is None:
             return None
         self._release(one)
+        self._send_counts(is_last=not self._shared)
         return {OWN_KEY: {"loaded": one.num_loaded}} if one.is_canary else None
 
     def weights_changed(self) -> None:
@@ -251,8 +252,10 @@ class SchedulerHalf:
                 return
         client.send_holder(WantSlots(missing))
 
-    def _send_counts(self) -> None:
-        if (now_s := time.monotonic()) - self._counted_s < COUNT_EVERY_S or self._counts == Counts():
+    def _send_counts(self, *, is_last: bool = False) -> None:
+        """Send what has been counted, now and then. `is_last`: there may be no other step for long."""
+        now_s = time.monotonic()
+        if self._counts == Counts() or not (is_last or now_s - self._counted_s >= COUNT_EVERY_S):
             return
         self._counted_s = now_s
         counts, self._counts = self._counts, Counts()
