@@ -73,9 +73,9 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     left_ms: Number
 
 
-class AttachedServer(Message, frozen=True, kw_only=True):
+class AttachedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is attached to a holder (`docs/attach.md`). `sharing`: proving, on or off, and `why`. `not_saved`:
-    blocks or requests that were not shared, by the reason. `num_held`: blocks that are pinned for it, or empty and its
+    why blocks or requests were not shared, each with their number, for people. `num_held`: blocks that are pinned for it, or empty and its
     own."""
 
     server: str
@@ -89,7 +89,7 @@ class AttachedServer(Message, frozen=True, kw_only=True):
     num_compared: Number = 0
     num_refused: Number = 0
     num_held: Number = 0
-    not_saved: dict[str, Number] = {}
+    not_saved: tuple[str, ...] = ()
 
 
 class WorkerDescribed(Message, frozen=True, kw_only=True):

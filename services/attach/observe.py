@@ -65,5 +65,5 @@ def _described(name: str, server: Server) -> AttachedServer:
         num_compared=server.num_compared,
         num_refused=server.num_refused,
         num_held=server.num_held,
-        not_saved={reason.value: number for reason, number in server.not_saved.items()},
+        not_saved=tuple(f"{reason} {number}" for reason, number in sorted(server.not_saved.items())),
     )

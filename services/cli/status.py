@@ -109,8 +109,7 @@ def _print_worker(described: WorkerDescribed, *, as_json: bool) -> None:
         if each.why:
             console.print(f"{each.server} at {each.url or 'no url'}: {each.why}", soft_wrap=True)
         if each.not_saved:
-            not_saved = ", ".join(f"{reason} {number}" for reason, number in sorted(each.not_saved.items()))
-            console.print(f"{each.server} did not share: {not_saved}", soft_wrap=True)
+            console.print(f"{each.server} did not share: {', '.join(each.not_saved)}", soft_wrap=True)
     for line in described.last_steps:
         console.print(line, soft_wrap=True)
 

@@ -220,7 +220,7 @@ def test_a_hundred_requests_with_shared_prefixes_while_the_holder_is_killed(pair
 
 def test_weights_that_may_have_changed_end_sharing(pair: Pair) -> None:
     """The last: this server shares no more."""
-    request = urllib.request.Request(f"{pair.one.url}/reset_prefix_cache?reset_connector=true", b"")
+    request = urllib.request.Request(f"{pair.one.url}/reset_prefix_cache?reset_external=true", b"")
     with urllib.request.urlopen(request):
         pass
     wait_until(lambda: sorted(each["sharing"] for each in pair.holder.servers()) == ["off", "on"])
