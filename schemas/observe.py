@@ -75,8 +75,8 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 
 class AttachedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is attached to a holder (`docs/attach.md`). `sharing`: proving, on or off, and `why`. `not_saved`:
-    why blocks or requests were not shared, each with their number, for people. `num_held`: blocks that are pinned for it, or empty and its
-    own."""
+    why blocks or requests were not shared, each with their number, for people. `num_held`: blocks that are pinned for
+    it, or empty and its own."""
 
     server: str
     model: str
