@@ -52,8 +52,13 @@ class Pair:
         return blocks["free"] + blocks["cached"] + blocks["running"] + blocks["leased"] == blocks["total"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def needs_vllm() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make attach-test")
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Generator[Pair]:
+def pair(needs_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Generator[Pair]:
     both = Pair(tmp_path_factory.mktemp("a"))
     try:
         with running(both.one, both.other):
@@ -230,7 +235,7 @@ def test_weights_that_may_have_changed_end_sharing(pair: Pair) -> None:
 
 
 @pytest.fixture(scope="module")
-def holder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Holder]:
+def holder(needs_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Generator[Holder]:
     made = Holder(tmp_path_factory.mktemp("h"))
     made.start()
     yield made

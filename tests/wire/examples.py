@@ -36,6 +36,7 @@ from schemas.kv import (
 from schemas.logprobs import TokenLogprob, pack_logprobs
 from schemas.message import Message
 from schemas.observe import (
+    AttachedServer,
     DescribeRequest,
     DescribeWorker,
     FirstTokenReceived,
@@ -378,6 +379,22 @@ EXAMPLES: tuple[Message, ...] = (
             ),
         ),
         leases=(HeldLease(lease_id=LEASE, reader=TARGET, num_blocks=7, age_ms=30, left_ms=29_970),),
+        servers=(
+            AttachedServer(
+                server="s-1",
+                model="m",
+                url="http://127.0.0.1:8000",
+                sharing="off",
+                why="its weights may have been changed",
+                num_asked_tokens=900,
+                num_loaded_tokens=600,
+                num_saved_blocks=20,
+                num_compared=7,
+                num_refused=1,
+                num_held=16,
+                not_saved=("no_room 3",),
+            ),
+        ),
         num_requests=1,
         num_leases=1,
         last_steps=("    0.412 s ago  mesh.v1.handoff.a.b.c.offered: KVOffered r-1 → StartRead",),
