@@ -139,5 +139,38 @@ KNOWS: list[Panel] = [
         Query("max(kvmesh_directory_holders)", "holders"),
     ),
 ]
-ROWS = [("Who holds what", HOLDS), ("What moved", MOVED), ("What was reused", KNOWS)]
+ATTACHED: list[Panel] = [
+    lines(
+        "Tokens of attached servers",
+        "Asked for, and loaded in place of computing. Few are: `kvmesh status HOLDER` says why servers do not share.",
+        "short",
+        Query(rate("kvmesh_attach_tokens_total", "what"), "{{what}} a second"),
+    ),
+    lines(
+        "Attached servers",
+        "One that is off shares no more until it is started again; `kvmesh status HOLDER` says why.",
+        "short",
+        Query("sum by (sharing) (kvmesh_attach_servers)", "{{sharing}}"),
+        Query("sum(kvmesh_attach_held_blocks)", "blocks held"),
+    ),
+    lines(
+        "Blocks of attached servers",
+        "Saved, compared with what was computed anew, and found damaged. Any that are damaged: check the memory.",
+        "short",
+        Query(rate("kvmesh_attach_blocks_total", "what"), "{{what}} a second"),
+        Query(rate("kvmesh_attach_not_shared_total", "reason"), "not shared: {{reason}}"),
+    ),
+    lines(
+        "Time of their loads, p95",
+        "Grows with a prompt's length. Much longer than before: the machine's memory is busy.",
+        "s",
+        Query(quantile(0.95, "kvmesh_attach_load_seconds"), "load"),
+    ),
+]
+ROWS = [
+    ("Who holds what", HOLDS),
+    ("What moved", MOVED),
+    ("What was reused", KNOWS),
+    ("Servers that are attached", ATTACHED),
+]
 PAGE = page("kvmesh-kv", "KV: who holds what, what moved", "Who holds blocks, for whom, and what crossed.", ROWS)

@@ -154,7 +154,7 @@ def test_images_are_pinned(services: dict[str, Any]) -> None:
 
 def test_every_served_role_exists(services: dict[str, Any]) -> None:
     served = {s["command"][2] for s in services.values() if s.get("command", [])[:2] == ["kvmesh", "serve"]}
-    assert served == set(get_args(RoleName)) - {"aggregated"}
+    assert served == set(get_args(RoleName)) - {"aggregated", "attach"}
     for role in served:
         service = services[role]
         assert service["command"][3:] == ["--config", "/etc/kvmesh/mesh.toml"]
