@@ -82,8 +82,10 @@ class Hello(AttachMessage, frozen=True):
 
 
 class Welcome(AttachMessage, frozen=True):
-    """Map this arena, of `num_blocks` blocks. `canary`: by which requests of the holder's own are known."""
+    """Map this arena, of `num_blocks` blocks, which `holder` has. `canary`: by which requests of the holder's own are
+    known."""
 
+    holder: str
     arena: str
     nonce: str
     num_blocks: int
@@ -101,11 +103,15 @@ class HelloRefused(AttachMessage, frozen=True):
 
 
 class Ask(AttachMessage, frozen=True):
-    """What is there of this run of blocks? Answered by `Have` with the same number. `hashes`: joined."""
+    """What is there of this run of blocks? Answered by `Have` with the same number. `hashes`: joined. `hint`: a holder
+    that is said to have them, by whoever sent the request. `wait_ms`: so long they may be on their way here."""
 
     number: int
     hashes: bytes
     use: Use
+    hint: str = ""
+    wait_ms: int = 0
+    traceparent: str = ""
 
 
 class Release(AttachMessage, frozen=True):
@@ -137,10 +143,12 @@ class Counted(AttachMessage, frozen=True):
 
 
 class Saved(AttachMessage, frozen=True):
-    """The bytes of these blocks are in these slots. `hashes`: joined, one for each slot."""
+    """The bytes of these blocks are in these slots. `hashes`: joined, one for each slot. `seconds`: of the step that
+    computed them."""
 
     slots: tuple[int, ...]
     hashes: bytes
+    seconds: float = 0.0
 
 
 class BlockRefused(AttachMessage, frozen=True):
@@ -172,11 +180,12 @@ class Loaded(AttachMessage, frozen=True):
 
 class Have(AttachMessage, frozen=True):
     """What was asked for lies in these slots, the leading run of it that is here, pinned until `Release`. `digests`:
-    joined, 16 bytes each."""
+    joined, 16 bytes each. `has_more`: another answer follows, which takes the place of this one."""
 
     number: int
     slots: tuple[int, ...]
     digests: bytes
+    has_more: bool = False
 
 
 class SlotsGiven(AttachMessage, frozen=True):

@@ -259,6 +259,10 @@ class AttachTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whoever connects says within this time who it is."""
     pin_s: Wait = 60.0
     """What was found is pinned for so long at most."""
+    handoff_wait_max_s: Wait = 5.0
+    """A question waits no longer than this for blocks that another server is about to save."""
+    fetch_s: Wait = 2.0
+    """What another holder, or the tier behind memory, has not brought within so long is computed."""
     canary_timeout_s: Wait = 300.0
     """For one request of a canary, and until a server that starts takes requests: it compiles what it needs."""
     canary_retry_s: Pace = 60.0

@@ -6,7 +6,7 @@ as it may be writing into them at any time: they are its own until both of its h
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,9 +38,10 @@ from schemas.attach import (
     WeightsChanged,
 )
 from schemas.block import split_hashes
-from services.attach.limits import CANARY_BLOCKS, MAX_PINS, MAX_SERVERS, PURSES_SHARE
+from schemas.ids import BlockHash
+from services.attach.limits import CANARY_BLOCKS, MAX_PINS, MAX_SERVERS, MAX_WAITING, PURSES_SHARE, RATED_BLOCKS
 from services.holder.core.actions import Action, OwnersAction
-from services.holder.core.events import OwnersEvent, TimePassed
+from services.holder.core.events import OwnersEvent, ReadEnded, TimePassed
 from services.holder.core.rules import RuleTable
 from services.store.blocks import StoreMemory
 from services.times import AttachTimes
@@ -101,6 +102,18 @@ class HalfSent(OwnersEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class BringEnded(OwnersEvent):
+    """What could be brought for a question is here."""
+
+    server: str
+    number: int
+
+    @property
+    def about(self) -> str:
+        return f"{self.server} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
 class CanaryEnded(OwnersEvent):
     """`detail`: for people."""
 
@@ -145,6 +158,24 @@ class GiveBlocks(OwnersAction):
     server: str
     number: int
     blocks: tuple[int, ...]
+    has_more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bring(OwnersAction):
+    """Have these blocks brought here, from behind memory or from another holder, as far as that is quicker than
+    computing them; `BringEnded` reports when that is over. `hint`: who is said to have them."""
+
+    server: str
+    number: int
+    hashes: tuple[BlockHash, ...]
+    hint: str
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCame(OwnersAction):
+    """A read has ended: whoever brings blocks is to look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +209,16 @@ class Pin(NamedTuple):
 
 
 @dataclass(slots=True)
+class Waiting:
+    """A question that is answered once more. `is_bringing`: somebody brings blocks for it. `until_ms`: until when other
+    servers may save some."""
+
+    hashes: list[BlockHash]
+    until_ms: int
+    is_bringing: bool
+
+
+@dataclass(slots=True)
 class Server:
     """One life of an attached server."""
 
@@ -188,6 +229,9 @@ class Server:
     halves: set[Half] = field(default_factory=set[Half])
     purse: set[int] = field(default_factory=set[int])
     pins: dict[int, Pin] = field(default_factory=dict[int, Pin])
+    waiting: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
+    token_s: float = 0.0
+    """How long it computes at a token of a prompt; 0: that is not known yet."""
     canary_ms: int | None = 0
     """When its canary is to run (again); None: it runs."""
     num_asked_tokens: int = 0
@@ -206,14 +250,17 @@ class Server:
 class AttachCore:
     """The servers that are attached to one holder, whose blocks are of this `identity`.
 
-    `canary_ms`: a server that shares proves itself again after so long.
+    `canary_ms`: a server that shares proves itself again after so long. `brings`: there may be blocks elsewhere.
     """
 
-    def __init__(self, memory: StoreMemory, identity: KVIdentity, canary_ms: int, times: AttachTimes) -> None:
+    def __init__(
+        self, memory: StoreMemory, identity: KVIdentity, canary_ms: int, times: AttachTimes, *, brings: bool = False
+    ) -> None:
         self._memory = memory
         self._identity = identity
         self._canary_every_ms = canary_ms
         self._times = times
+        self._brings = brings
         self.servers: dict[str, Server] = {}
         self._saved_by: dict[Content, str] = {}
         """Of blocks that are kept, or were: which life of a server has computed them."""
@@ -224,6 +271,8 @@ class AttachCore:
             HalfJoined: self._joined,
             HalfLeft: self._left,
             HalfSent: self._sent,
+            BringEnded: self._bring_ended,
+            ReadEnded: self._read_ended,
             CanaryEnded: self._canary_ended,
             TimePassed: self._time_passed,
         }
@@ -268,7 +317,7 @@ class AttachCore:
         # Pins are the scheduler's. A worker that still copies from them reads memory that stays mapped, and notices by
         # its digest where that was filled anew.
         if event.half is Half.SCHEDULER:
-            for number in list(server.pins):
+            for number in [*server.pins, *server.waiting]:
                 self._unpin(server, number)
         if not server.halves:
             self._memory.give_back(sorted(server.purse))
@@ -290,7 +339,7 @@ class AttachCore:
             case WantSlots(num_slots=num_slots):
                 return [SendHalf(event.server, Half.SCHEDULER, SlotsGiven(self._fill_purse(server, num_slots)))]
             case Saved():
-                return self._saved(event, server, event.message)
+                return self._saved(event, server, event.message, now_ms)
             case BlockRefused(slot=slot, block_hash=block_hash):
                 server.num_refused += 1
                 if self._memory.kept.block_of.get(Content(server.hello.tenant, block_hash)) == slot:
@@ -309,14 +358,51 @@ class AttachCore:
     def _asked(self, name: str, server: Server, ask: Ask, now_ms: int) -> list[Action]:
         """Pin the leading run that is here. One that shares no more finds nothing."""
         self._unpin(server, ask.number)
-        blocks: list[int] = []
-        if server.sharing is not Sharing.OFF and len(server.pins) < MAX_PINS:
-            blocks = self._memory.take(split_hashes(ask.hashes), server.hello.tenant)
-        if blocks:
-            server.pins[ask.number] = Pin(list(blocks), now_ms + round(1000 * self._times.pin_s))
+        hashes = split_hashes(ask.hashes)
+        if server.sharing is Sharing.OFF or len(server.pins) >= MAX_PINS:
+            return [GiveBlocks(name, ask.number, ())]
+        blocks = self._pin(server, ask.number, hashes, now_ms)
+        rest = hashes[len(blocks) :]
+        wait_ms = min(ask.wait_ms, round(1000 * self._times.handoff_wait_max_s))
+        may_come = bool(rest) and (self._brings or wait_ms > 0) and len(server.waiting) < MAX_WAITING
+        if may_come and ask.use is Use.LOAD and server.sharing is Sharing.ON:
+            server.waiting[ask.number] = Waiting(hashes, now_ms + wait_ms, self._brings)
+            more = [Bring(name, ask.number, tuple(rest), ask.hint, ask.traceparent)] if self._brings else []
+            return [GiveBlocks(name, ask.number, tuple(blocks), has_more=True), *more]
         if ask.use is Use.CONFUSED and len(blocks) >= CANARY_BLOCKS:
             blocks[CANARY_BLOCKS - 1] = blocks[0]
         return [GiveBlocks(name, ask.number, tuple(blocks))]
+
+    def _bring_ended(self, event: BringEnded, now_ms: int) -> list[Action]:
+        server = self.servers.get(event.server)
+        waiting = server.waiting.get(event.number) if server is not None else None
+        if server is None or waiting is None:
+            return []
+        waiting.is_bringing = False
+        return self._answer_again(event.server, server, now_ms)
+
+    def _read_ended(self, _: ReadEnded, __: int) -> list[Action]:
+        """Blocks may have come, or come no more."""
+        return [BlocksCame()] if any(server.waiting for server in self.servers.values()) else []
+
+    def _answer_again(self, name: str, server: Server, now_ms: int) -> list[Action]:
+        """Answer what this server waits for, where all of it is here now, or no more of it comes."""
+        actions: list[Action] = []
+        for number, waiting in list(server.waiting.items()):
+            is_over = not waiting.is_bringing and waiting.until_ms <= now_ms
+            if is_over or Content(server.hello.tenant, waiting.hashes[-1]) in self._memory.kept.block_of:
+                del server.waiting[number]
+                self._unpin(server, number)
+                blocks = self._pin(server, number, waiting.hashes, now_ms)
+                actions.append(GiveBlocks(name, number, tuple(blocks)))
+        return actions
+
+    def _pin(self, server: Server, number: int, hashes: Sequence[BlockHash], now_ms: int) -> list[int]:
+        """Return the blocks of the leading run that is here, pinned for this number."""
+        blocks = self._memory.take(hashes, server.hello.tenant)
+        if blocks:
+            server.pins[number] = Pin(list(blocks), now_ms + round(1000 * self._times.pin_s))
+        return blocks
 
     def _fill_purse(self, server: Server, num_slots: int) -> tuple[int, ...]:
         """Give a server empty slots, as far as its share of all purses goes."""
@@ -329,7 +415,7 @@ class AttachCore:
         server.purse.update(slots)
         return tuple(slots)
 
-    def _saved(self, event: HalfSent, server: Server, saved: Saved) -> list[Action]:
+    def _saved(self, event: HalfSent, server: Server, saved: Saved, now_ms: int) -> list[Action]:
         slots, hashes = saved.slots, split_hashes(saved.hashes)
         is_right = len(set(slots)) == len(slots) == len(hashes) == len(event.tags) and server.purse.issuperset(slots)
         if not is_right:
@@ -345,7 +431,16 @@ class AttachCore:
         for slot in slots:
             if (content := self._memory.kept.content_of(slot)) is not None:
                 self._saved_by[content] = event.server
-        return []
+        if saved.seconds > 0 and len(slots) >= RATED_BLOCKS:
+            token_s = saved.seconds / (len(slots) * self._memory.layout.block_size)
+            server.token_s = (server.token_s + token_s) / 2 if server.token_s else token_s
+        # Somebody may wait for just these: the prompt of a request that goes on at another server.
+        return [
+            action
+            for name, each in self.servers.items()
+            if each.waiting
+            for action in self._answer_again(name, each, now_ms)
+        ]
 
     def _compared(self, server: Server, compared: Compared) -> list[Action]:
         """Two servers do not agree on a block, and nothing shows which of them is wrong: both are off, and so is what
@@ -411,6 +506,7 @@ class AttachCore:
         for name, server in self.servers.items():
             for number in [number for number, pin in server.pins.items() if pin.until_ms <= now_ms]:
                 self._unpin(server, number)
+            actions += self._answer_again(name, server, now_ms)
             actions += self._start_canary(name, now_ms)
         return actions
 
@@ -421,6 +517,7 @@ class AttachCore:
     # Helpers.
 
     def _unpin(self, server: Server, number: int) -> None:
+        server.waiting.pop(number, None)
         if (pin := server.pins.pop(number, None)) is not None:
             self._memory.give_back(pin.blocks)
 

@@ -35,9 +35,13 @@ from schemas.attach import (
     Welcome,
 )
 from schemas.block import split_hashes
+from services.attach.bringing import Bringer
 from services.attach.canary import Verdict, run_canary
 from services.attach.core import (
     AttachCore,
+    BlocksCame,
+    Bring,
+    BringEnded,
     CanaryEnded,
     EndHalf,
     GiveBlocks,
@@ -53,6 +57,7 @@ from services.attach.core import (
 )
 from services.attach.limits import MAX_SERVERS, MAX_UNSENT_BYTES
 from services.attach.observe import AttachMetrics
+from services.bus.base import BusError
 from services.engine.channel import LENGTH
 from services.errors import UserError
 from services.files import PRIVATE_FILE, private_folder
@@ -156,7 +161,13 @@ class Door:
     """What the listener, once the store is there, has the servers' halves served by."""
 
     def __init__(
-        self, listener: Listener, core: AttachCore, store: Store, contents: BlockContents, times: AttachTimes
+        self,
+        listener: Listener,
+        core: AttachCore,
+        store: Store,
+        contents: BlockContents,
+        bringer: Bringer,
+        times: AttachTimes,
     ) -> None:
         self._listener = listener
         self._core = core
@@ -166,6 +177,7 @@ class Door:
         self._arena = store.holder.parts.arena
         (self._num_blocks,) = contents.shape.num_blocks
         self._digests: dict[int, Digest] = {}
+        self._bringer = bringer
         self._writers: dict[Key, asyncio.StreamWriter] = {}
         self._measured = AttachMetrics(store.holder.measured.metrics, core)
         self._joining: asyncio.StreamWriter
@@ -219,7 +231,7 @@ class Door:
                 self._writers[Key(server, half)] = self._joining
                 word = self._canaries.setdefault(server, secrets.token_hex(16))
                 arena = self._arena
-                welcome = Welcome(arena.name, arena.nonce, self._num_blocks, word)
+                welcome = Welcome(self._store.holder.parts.worker_id, arena.name, arena.nonce, self._num_blocks, word)
                 self._send(Key(server, half), welcome)
             case Refuse(answer=answer):
                 _put(self._joining, answer)
@@ -227,6 +239,10 @@ class Door:
                 self._send(Key(server, half), message)
             case GiveBlocks():
                 self._give(action)
+            case Bring():
+                self._start(self._bring(action))
+            case BlocksCame():
+                self._bringer.changed.set()
             case EndHalf(server=server, half=half, reason=reason):
                 log.warning("server %s: its %s half is ended: %s", server, half, reason)
                 self._end(Key(server, half))
@@ -254,7 +270,16 @@ class Door:
         self._have(action, b"".join(digests))
 
     def _have(self, action: GiveBlocks, digests: bytes) -> None:
-        self._send(Key(action.server, Half.SCHEDULER), Have(action.number, action.blocks, digests))
+        have = Have(action.number, action.blocks, digests, has_more=action.has_more)
+        self._send(Key(action.server, Half.SCHEDULER), have)
+
+    async def _bring(self, action: Bring) -> None:
+        server = self._core.servers[action.server]
+        try:
+            await self._bringer.bring(action.hashes, action.hint, server.token_s, action.traceparent)
+        except (TimeoutError, BusError) as error:
+            log.info("blocks for server %s were not brought: %s", action.server, error or "it took too long")
+        self._store.step(BringEnded(action.server, action.number), "attach")
 
     def _known_digest(self, block: int) -> bytes:
         known = self._digests.get(block)

@@ -4,6 +4,14 @@ MAX_SERVERS = 32
 """So many at one holder."""
 MAX_PINS = 1_024
 """Questions of one server whose blocks are pinned at a time; further ones find nothing."""
+MAX_WAITING = 256
+"""Questions of one server that are answered once more; further ones have what is here."""
+MIN_FETCH_BLOCKS = 2
+"""Fewer are computed, not read from another holder."""
+MAX_RATES = 256
+"""Holders of which it is known how quickly they are read."""
+RATED_BLOCKS = 4
+"""A step that fills fewer blocks says nothing of how quickly prompts are computed."""
 PURSES_SHARE = 8
 """Of the arena's blocks, one in so many may lie empty in the servers' purses, all of them together."""
 MAX_UNSENT_BYTES = 8 << 20

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dataplane.memory.arena import ArenaTooLargeError, check_room
 from schemas.attach import Hello
+from services.attach.bringing import Bringer
 from services.attach.connector.identity import layout_of
 from services.attach.core import AttachCore
 from services.attach.door import Door, Listener, bound_socket
@@ -97,8 +98,9 @@ async def run_attach(
         )
 
         def make_guests(store: Store) -> Guests:
-            core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s), times)
-            return Door(listener, core, store, store_parts.values.contents, times).guests
+            core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s), times, brings=True)
+            bringer = Bringer(store, store.bus, config.attach.tenant, times)
+            return Door(listener, core, store, store_parts.values.contents, bringer, times).guests
 
         await run_store(config, store_parts, connection, telemetry, stop, None, metrics, make_guests)
     finally:

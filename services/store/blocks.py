@@ -197,6 +197,11 @@ class StoreMemory:
         self.back.touch([key_of(tenant, block_hash) for block_hash in hashes[: len(blocks)]])
         return blocks
 
+    def num_leading(self, hashes: Sequence[BlockHash], tenant: str = "") -> int:
+        """Return how many blocks of this run, from its first on, are in memory."""
+        contents = (Content(tenant, block_hash) for block_hash in hashes)
+        return next((at for at, content in enumerate(contents) if content not in self.kept.block_of), len(hashes))
+
     def behind(self, hashes: Sequence[BlockHash], tenant: str = "") -> list[BlockHash]:
         """Return the leading run that is behind memory and not in it."""
         run: list[BlockHash] = []

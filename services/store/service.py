@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from dataplane.blocks.kept import Content
 from dataplane.ends.reader import Landed
 from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.block import split_hashes
+from schemas.ids import BlockHash
 from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
 from schemas.message import Message
 from schemas.observe import AttachedServer
@@ -95,9 +97,9 @@ class Store:
     ) -> None:
         memory, times, tick_ms = parts.memory, config.times.store, config.times.presence.beat_interval_ms
         self._config = config
-        self._bus = bus
+        self.bus = bus
         self.holder = Holder(parts, memory, memory.limits, config, bus, telemetry, self, tick_ms=tick_ms)
-        self._memory = memory
+        self.memory = memory
         self._tasks = tasks
         self._backing = Backing(parts.tier, parts.values, times.pause_s) if parts.tier else None
         self._copies = CopyCore(memory.limits, memory, lambda _: memory.num_spare, max_reads=MAX_COPY_READS)
@@ -110,14 +112,14 @@ class Store:
             times=config.times.presence, journal=self.holder.journal, load=self._load, requests=self._copies.held,
             servers=self._guests.describe if self._guests is not None else tuple,
         )  # fmt: skip
-        self._loader = Loader(memory, self._backing, tasks, self._on_changed, times)
+        self.loader = Loader(memory, self._backing, tasks, self._on_changed, times)
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
         self._clockwork: list[asyncio.Task[None]] = []
 
     def _load(self, reporter: Reporter, _: int) -> WorkerLoad:
         """Return what there is to do: a store computes nothing, so what it lends is what runs."""
-        layout, blocks = self._memory.layout, reporter.blocks
+        layout, blocks = self.memory.layout, reporter.blocks
         return WorkerLoad(
             worker=reporter.info(),
             state="draining" if self._copies.draining else "ready",
@@ -125,7 +127,7 @@ class Store:
             num_running=len(blocks.leases),
             num_queued=0,
             num_uncomputed_tokens=0,
-            num_dropped_messages=self._bus.num_dropped,
+            num_dropped_messages=self.bus.num_dropped,
             num_refused_reads=reporter.num_refused_reads,
             rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
             clock_ahead_ms=blocks.telemetry.clock.named_ms,
@@ -133,12 +135,12 @@ class Store:
 
     async def begin_serving(self) -> None:
         """Serve reads, listen, and announce it."""
-        if self._memory.layout.is_windowed:
+        if self.memory.layout.is_windowed:
             log.warning("%s has windowed layers: the store takes none of its KV", self.holder.parts.info.model)
         tasks, holder = self._tasks, self.holder
         await holder.start_serving(tasks)
         holder.start_reading(tasks, self._record)
-        await self._bus.listen(tasks, subjects.EVICTION_CANDIDATES, ("*",), holder.on_event)
+        await self.bus.listen(tasks, subjects.EVICTION_CANDIDATES, ("*",), holder.on_event)
         await holder.subscribe_all(tasks)
         self.reporter.publish_joined()
         self._clockwork.append(tasks.create_task(lasting(self._tick, "the clockwork"), name="tick"))
@@ -160,7 +162,7 @@ class Store:
         await self.holder.reads.close()
         await self._flush()
         await self.holder.blocks.until_unread(self._config.worker.drain_s)
-        await self._loader.close()
+        await self.loader.close()
         for task in self._clockwork:
             task.cancel()
         if self._backing is not None:
@@ -172,7 +174,7 @@ class Store:
         if (refused := self.holder.unsigned(request) or self.holder.lending.refusal(request, now_ms())) is not None:
             return refused
         timeout_s = min(self._config.store.timeout_ms, request.deadline_ms - now_ms()) / 1000
-        async with self._loader.held(request.block_hashes, request.tenant, timeout_s):
+        async with self.loader.held(request.block_hashes, request.tenant, timeout_s):
             reply = self.step(LeaseAsked(request, traceparent), cause)
         assert isinstance(reply, LeaseGranted | Refused), "it is answered by `LendCore`"
         return reply
@@ -180,11 +182,11 @@ class Store:
     def is_in_flight(self, request: RequestLease, num_blocks: int) -> bool:
         """Return whether the block behind the first `num_blocks` of those asked for is being loaded."""
         rest = split_hashes(request.block_hashes)[num_blocks:]
-        return bool(rest) and self._loader.is_in_flight(rest[0], request.tenant)
+        return bool(rest) and self.loader.is_in_flight(rest[0], request.tenant)
 
     async def purge(self, message: PurgeBlocks, cause: str) -> BlocksPurged:
         """Forget what is in memory and behind it. Where all is to go, so does what this store does not believe."""
-        memory, tenant = self._memory, message.tenant
+        memory, tenant = self.memory, message.tenant
         num_before = len(memory.kept.block_of) + len(memory.back)
         self.step(message, cause)
         num_blocks = num_before - len(memory.kept.block_of) - len(memory.back)
@@ -195,15 +197,19 @@ class Store:
 
     def step(self, event: Event, cause: str) -> Message | None:
         """See `HolderOwner.step`."""
-        self._memory.writes = self._backing is not None and self._backing.is_up
+        self.memory.writes = self._backing is not None and self._backing.is_up
         self.holder.look_at_the_clock()
         return self.holder.decide(event, cause)
 
     def carried_out(self, event: Event, actions: Sequence[Action]) -> None:
         """Publish what came and what went, and have written what waits for it."""
         self.reporter.publish_blocks()
-        if self._memory.num_unwritten:
+        if self.memory.num_unwritten:
             self._unwritten.set()
+
+    def is_copying(self, hashes: Sequence[BlockHash], tenant: str) -> bool:
+        """Return whether any of these blocks is being copied from another holder, or about to be."""
+        return self._copies.is_copying(Content(tenant, each) for each in hashes)
 
     def fenced(self) -> None:
         """Nothing more is to be done: what was read is kept."""
@@ -221,7 +227,7 @@ class Store:
 
     def _record(self, ended: ReadEnded, span: TransferSpan, _: Landed | None) -> None:
         """Record a read of a worker's blocks."""
-        num_blocks = ended.outcome.num_landed_tokens // self._memory.layout.block_size
+        num_blocks = ended.outcome.num_landed_tokens // self.memory.layout.block_size
         span.finished({Key.SOURCE: ended.read.holder, Key.NUM_BLOCKS: num_blocks}, ended.end, ended.detail)
 
     # What goes by the clock, or by itself.
@@ -240,12 +246,12 @@ class Store:
         while True:
             await self._unwritten.wait()
             self._unwritten.clear()
-            while (batch := self._memory.start_write(backing.batch_blocks)) is not None:
+            while (batch := self.memory.start_write(backing.batch_blocks)) is not None:
                 self._on_changed()  # what goes is published before it is gone
                 written = await backing.write_batch(batch)
-                given_up = self._memory.end_write(batch, written.keys, full=written.full)
+                given_up = self.memory.end_write(batch, written.keys, full=written.full)
                 if written.failed and not written.full:
-                    self._memory.drop_unwritten()
+                    self.memory.drop_unwritten()
                 self._on_changed()
                 if given_up:
                     await backing.delete(given_up)
@@ -253,7 +259,7 @@ class Store:
 
     async def _flush(self) -> None:
         """Wait, within bounds, until all is written that can be."""
-        if self._backing is None or not self._backing.is_up or not self._memory.num_unwritten:
+        if self._backing is None or not self._backing.is_up or not self.memory.num_unwritten:
             return
         self._all_written.clear()
         with contextlib.suppress(TimeoutError):

@@ -54,10 +54,10 @@ def hello(server: str, half: Half, **changes: object) -> Hello:
 
 
 class CoreRig:
-    def __init__(self, num_blocks: int = 16) -> None:
+    def __init__(self, num_blocks: int = 16, *, brings: bool = False) -> None:
         self.memory = make_memory(num_blocks, behind=False)
         self.memory.writes = False
-        self.core = AttachCore(self.memory, IDENTITY, CANARY_MS, AttachTimes())
+        self.core = AttachCore(self.memory, IDENTITY, CANARY_MS, AttachTimes(), brings=brings)
         self._rules = Rules([self.core.rules()])
         self.now_ms = 1_000_000
 
@@ -89,7 +89,8 @@ class CoreRig:
         return self.send(server, Saved(tuple(slots), join_hashes(hashes_of(*numbers))), tags)
 
     def ask(self, server: str, number: int, *blocks: int, use: Use = Use.LOAD) -> tuple[int, ...]:
-        (given,) = of_type(self.send(server, Ask(number, join_hashes(hashes_of(*blocks)), use)), GiveBlocks)
+        """Return the blocks of the first answer."""
+        given, *_ = of_type(self.send(server, Ask(number, join_hashes(hashes_of(*blocks)), use)), GiveBlocks)
         assert (given.server, given.number) == (server, number)
         return given.blocks
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ from services.attach.door import bound_socket
 from services.attach.service import AttachParts, run_attach
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
+from services.directory.service import run_directory
+from services.scheduler.service import run_scheduler
 from services.config import AttachConfig, MeshConfig, StoreConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint
 from services.telemetry import Telemetry
@@ -26,37 +28,42 @@ PATIENCE_S = 60.0
 ResultT = TypeVar("ResultT")
 
 
-class LiveHolder:
-    """`num_blocks`: of its arena. `stop` it once."""
+class LiveHolders:
+    """Several on one bus, each with a socket of its own, beside a scheduler and a directory. `num_blocks`: of each
+    arena. `stop` them once."""
 
-    def __init__(self, path: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY) -> None:
-        self.path = path
-        self._config = MeshConfig(
-            ticket_secrets=(SECRET.decode(),),
-            tenant_seed=SEED,
-            store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes),
-            worker=WorkerConfig(block_size=LAYOUT.block_size),
-            attach=AttachConfig(socket=str(path)),
-        )
-        held = contextlib.ExitStack()
-        sock = held.enter_context(bound_socket(path))
-        self._parts = AttachParts(
-            name=NAME, checkpoint=checkpoint_of(identity), credentials=CREDENTIALS, sock=sock, held=held
-        )
+    def __init__(self, *paths: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY, **store: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._broker = MemoryBroker()
         self._stop = asyncio.Event()
         self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="holder", daemon=True)
+        self._parts: dict[str, tuple[MeshConfig, AttachParts]] = {}
+        for number, path in enumerate(paths):
+            name = f"attach-{number}"
+            settings = {"memory_bytes": num_blocks * LAYOUT.block_bytes} | store
+            config = MeshConfig(
+                ticket_secrets=(SECRET.decode(),),
+                tenant_seed=SEED,
+                store=StoreConfig(**settings),
+                worker=WorkerConfig(block_size=LAYOUT.block_size),
+                attach=AttachConfig(socket=str(path)),
+            )
+            held = contextlib.ExitStack()
+            sock = held.enter_context(bound_socket(path))
+            parts = AttachParts(
+                name=name, checkpoint=checkpoint_of(identity), credentials=CREDENTIALS, sock=sock, held=held
+            )
+            self._parts[name] = (config, parts)
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run()), daemon=True)
         self._thread.start()
         assert self._is_ready.wait(PATIENCE_S)
 
-    def describe(self) -> WorkerDescribed:
-        """Return what the holder says of itself to whoever asks on the bus."""
+    def describe(self, name: str = NAME) -> WorkerDescribed:
+        """Return what a holder says of itself to whoever asks on the bus."""
 
         async def ask() -> WorkerDescribed:
             bus = TypedBus(MemoryBus(self._broker), "tests")
-            reply = await bus.ask(subjects.WORKER_STATUS, (NAME,), DescribeWorker(), PATIENCE_S)
+            reply = await bus.ask(subjects.WORKER_STATUS, (name,), DescribeWorker(), PATIENCE_S)
             await bus.close()
             assert isinstance(reply, WorkerDescribed)
             return reply
@@ -65,11 +72,11 @@ class LiveHolder:
 
     @property
     def num_held(self) -> int:
-        """Blocks that are pinned, or in a purse."""
+        """Blocks that are pinned, or in a purse, at the first one."""
         return self.describe().load.blocks.running
 
     def end(self) -> None:
-        """Have it end."""
+        """Have them end."""
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def stop(self) -> None:
@@ -81,20 +88,37 @@ class LiveHolder:
     def _call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
-    def _run(self) -> None:
-        serve = run_attach(
-            self._config, self._parts, MemoryBus(self._broker), Telemetry(NAME), self._stop, self._is_ready.set
-        )
-        self._loop.run_until_complete(serve)
+    async def _run(self) -> None:
+        config = next(iter(self._parts.values()))[0]
+        async with asyncio.TaskGroup() as tasks:
+            waits: list[asyncio.Event] = []
+
+            def start(run: Callable[..., Coroutine[Any, Any, object]], name: str, *arguments: Any) -> None:
+                ready = asyncio.Event()
+                waits.append(ready)
+                bus, telemetry = MemoryBus(self._broker), Telemetry(name)
+                tasks.create_task(run(*arguments, bus, telemetry, self._stop, ready.set), name=name)
+
+            start(run_scheduler, "scheduler", config)
+            start(run_directory, "directory", config)
+            for name, (own, parts) in self._parts.items():
+                start(run_attach, name, own, parts)
+            for ready in waits:
+                await ready.wait()
+            self._is_ready.set()
 
 
 @contextlib.contextmanager
-def live_holder(path: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY) -> Generator[LiveHolder]:
-    holder = LiveHolder(path, num_blocks, identity)
+def live_holders(*paths: Path, **options: Any) -> Generator[LiveHolders]:
+    holders = LiveHolders(*paths, **options)
     try:
-        yield holder
+        yield holders
     finally:
-        holder.stop()
+        holders.stop()
+
+
+live_holder = live_holders
+LiveHolder = LiveHolders
 
 
 def checkpoint_of(identity: KVIdentity) -> Checkpoint:

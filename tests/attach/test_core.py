@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from schemas.attach import (
     PROTOCOL,
+    Ask,
     BlockRefused,
     Compared,
     Counted,
@@ -23,8 +24,11 @@ from schemas.attach import (
 )
 from schemas.block import join_hashes
 from services.attach.core import (
+    Bring,
+    BringEnded,
     CanaryEnded,
     EndHalf,
+    GiveBlocks,
     HalfSent,
     Proof,
     Refuse,
@@ -35,6 +39,7 @@ from services.attach.core import (
     Welcomed,
 )
 from services.attach.limits import MAX_PINS, MAX_SERVERS, PURSES_SHARE
+from services.holder.core.actions import Action
 from services.holder.core.events import TimePassed
 from services.times import AttachTimes
 from tests.attach.core_rig import CANARY_MS, IDENTITY, CoreRig, of_type
@@ -277,6 +282,74 @@ def test_counts_add_up(rig: CoreRig) -> None:
     assert (server.num_asked_tokens, server.num_loaded_tokens, server.not_saved) == (20, 10, {NotSaved.NO_ROOM: 2})
 
 
+# Blocks that are yet to come.
+
+
+def waiting_rig() -> CoreRig:
+    rig = CoreRig(NUM_BLOCKS, brings=True)
+    for server in (A, B):
+        rig.join(server)
+        rig.prove(server)
+    return rig
+
+
+def given(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
+    """Return whom each answer is for, its number, how many blocks it has, and whether more comes."""
+    return [(each.server, each.number, len(each.blocks), each.has_more) for each in of_type(actions, GiveBlocks)]
+
+
+def ask_more(rig: CoreRig, server: str, number: int, *blocks: int, **fields: object) -> list[Action]:
+    return rig.send(server, Ask(number, join_hashes(hashes_of(*blocks)), Use.LOAD, **fields))  # type: ignore[arg-type]
+
+
+def test_what_is_not_here_is_brought_and_the_question_answered_again() -> None:
+    rig = waiting_rig()
+    rig.fill(A, 1)
+    actions = ask_more(rig, B, 7, 1, 2, 3, hint="attach-1")
+    assert given(actions) == [(B, 7, 1, True)]
+    assert of_type(actions, Bring) == [Bring(B, 7, tuple(hashes_of(2, 3)), "attach-1", "")]
+    rig.fill(A, 2)
+    assert given(rig.step(BringEnded(B, 7))) == [(B, 7, 2, False)]
+    assert rig.step(BringEnded(B, 7)) == [], "once"
+    rig.send(B, Release(7))
+    assert rig.core.servers[B].num_held == 0
+
+
+def test_what_another_server_is_about_to_save_is_waited_for() -> None:
+    rig = waiting_rig()
+    ask_more(rig, B, 7, 1, 2, wait_ms=1_000)
+    assert given(rig.step(BringEnded(B, 7))) == [], "it may still be saved"
+    (slot,) = rig.want(A, 1)
+    assert given(rig.save(A, [slot], [1])) == []
+    (slot,) = rig.want(A, 1)
+    assert given(rig.save(A, [slot], [2])) == [(B, 7, 2, False)]
+
+
+def test_a_wait_is_over_by_its_time() -> None:
+    rig = waiting_rig()
+    ask_more(rig, B, 7, 1, wait_ms=10_000_000)
+    rig.step(BringEnded(B, 7))
+    rig.now_ms += round(1000 * AttachTimes().handoff_wait_max_s)
+    assert given(rig.step(TimePassed())) == [(B, 7, 0, False)]
+
+
+def test_what_ends_is_waited_for_no_more() -> None:
+    rig = waiting_rig()
+    ask_more(rig, A, 1, 1)
+    ask_more(rig, B, 1, 1)
+    rig.send(A, Release(1))
+    rig.leave(B, Half.SCHEDULER)
+    assert rig.step(BringEnded(A, 1)) == rig.step(BringEnded(B, 1)) == []
+
+
+def test_canaries_and_comparisons_wait_for_nothing() -> None:
+    rig = waiting_rig()
+    for use in (Use.COMPARE, Use.CONFUSED):
+        assert rig.ask(A, 1, 1, use=use) == ()
+    rig.join("server-c")
+    assert given(ask_more(rig, "server-c", 1, 1)) == [("server-c", 1, 0, False)], "it is yet to prove itself"
+
+
 # Whatever comes, in whatever order.
 
 SERVERS = st.sampled_from([A, B, "server-c"])
@@ -290,7 +363,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = CoreRig(32)
+        self.rig = CoreRig(32, brings=True)
 
     @rule(server=SERVERS, half=HALVES)
     def join(self, server: str, half: Half) -> None:
@@ -321,6 +394,10 @@ class AnyOrder(RuleBasedStateMachine):
     def ask(self, server: str, number: int, run: list[int], use: Use) -> None:
         if server in self.rig.core.servers and Half.SCHEDULER in self.rig.core.servers[server].halves:
             self.rig.ask(server, number, *run, use=use)
+
+    @rule(server=SERVERS, number=st.integers(0, 5))
+    def brought(self, server: str, number: int) -> None:
+        self.rig.step(BringEnded(server, number))
 
     @rule(server=SERVERS, number=st.integers(0, 5))
     def release(self, server: str, number: int) -> None:

@@ -66,7 +66,11 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):
         if is_scheduler:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler = SchedulerHalf(
-                self._client, identity, check_every=settings.check_every, step_tokens=step_tokens
+                self._client,
+                identity,
+                check_every=settings.check_every,
+                step_tokens=step_tokens,
+                handoff_wait_s=settings.handoff_wait_s,
             )
         else:
             self._worker = WorkerHalf(self._client, identity)

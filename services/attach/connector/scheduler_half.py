@@ -7,27 +7,35 @@ vLLM calls it on its only thread, while every running request waits: nothing her
 import contextlib
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from schemas.attach import MAX_RUN, Ask, Counted, Have, KVIdentity, NotSaved, Release, Use, WantSlots, WeightsChanged
 from schemas.block import BlockHasher, join_hashes
+from schemas.ids import MAX_SUBJECT_TOKEN
 from services.attach.connector.client import HolderClient
 from services.attach.connector.identity import layout_of, not_shared
 from services.attach.connector.plan import Compare, Load, Save, StepPlan
+from services.attach.connector.settings import HANDOFF_WAIT_S
 
 DIGEST_BYTES = 16
 WAIT_S = 0.001
 """So long the first question of a step waits for an answer that is under way."""
+BROUGHT_S = 3.0
+"""What the holder has brought within so long is loaded, of what it has said that it brings."""
 GIVE_UP_S = 0.05
 """A holder that has not answered within so long has nothing."""
 COUNT_EVERY_S = 1.0
 PURSE_STEPS = 2
 """The purse has room for what so many full steps compute."""
 OWN_KEY = "kvmesh"
-"""In a request's `kv_transfer_params`. All others are somebody else's."""
+"""In a request's `kv_transfer_params`. All others are somebody else's, but for these two, by which vLLM's proxies say
+that a prompt is computed for another server, and that another one has computed it."""
+REMOTE_DECODE, REMOTE_PREFILL = "do_remote_decode", "do_remote_prefill"
+MAX_TRACEPARENT = 64
 SALT, CANARY_SALT = "s:", "c:"
 """Before what distinguishes hashes of equal tokens: no client's salt is the canary's."""
 
@@ -37,6 +45,17 @@ class CanaryParams(msgspec.Struct, frozen=True):
 
     canary: str
     use: Use
+
+
+class HintParams(msgspec.Struct, frozen=True):
+    """In those of a request whose prompt another server has just computed: the holder that server is attached to, and
+    how many of its tokens that is getting. Any client may write this: it costs itself a wait."""
+
+    holder: Annotated[str, msgspec.Meta(max_length=MAX_SUBJECT_TOKEN)]
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+ParamsT = TypeVar("ParamsT")
 
 
 @dataclass(slots=True)
@@ -51,10 +70,14 @@ class Shared:
     asked_s: float
     nonce: str
     found: Have | None = None
+    partial: Have | None = None
+    """What is there for certain, while more comes."""
     num_saved: int = 0
     num_loaded: int = 0
     is_loading: bool = False
     is_canary: bool = False
+    wait_s: float = 0.0
+    """So long its blocks may be on their way to the holder."""
 
     @property
     def num_found(self) -> int:
@@ -78,13 +101,23 @@ class Counts:
 
 
 class SchedulerHalf:
-    """`step_tokens`: the most that a step computes. `check_every`: of so many requests one is compared."""
+    """`step_tokens`: the most that a step computes. `check_every`: of so many requests one is compared.
+    `handoff_wait_s`: so long a request waits whose prompt another server has just computed."""
 
-    def __init__(self, client: HolderClient, identity: KVIdentity, *, check_every: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        client: HolderClient,
+        identity: KVIdentity,
+        *,
+        check_every: int,
+        step_tokens: int,
+        handoff_wait_s: float = HANDOFF_WAIT_S,
+    ) -> None:
         self._client = client
         self._fingerprint = layout_of(identity).fingerprint
         self._size = identity.block_size
         self._check_every = check_every
+        self._handoff_wait_s = handoff_wait_s
         self._purse = PURSE_STEPS * max(1, step_tokens // self._size)
         self._shared: dict[str, Shared] = {}
         self._last_number = 0
@@ -98,7 +131,7 @@ class SchedulerHalf:
         if (reason := not_shared(request)) is not None:
             return self._counts.miss(reason)
         client = self._client
-        own = _own_params(request)
+        own, hint = _own_params(request, CanaryParams), _own_params(request, HintParams)
         with client.changed:
             welcome, is_proven = client.welcome, client.is_proven
         if welcome is None:
@@ -117,6 +150,7 @@ class SchedulerHalf:
             asked_s=time.monotonic(),
             nonce=welcome.nonce,
             is_canary=is_canary,
+            wait_s=self._handoff_wait_s if hint is not None and hint.tokens >= self._size else 0.0,
         )
         # The last token is computed even where all is there.
         hashes = hasher.extend(request.all_token_ids, request.num_tokens)
@@ -125,7 +159,9 @@ class SchedulerHalf:
         self._shared[request.request_id] = one
         self._counts.asked_tokens += 0 if is_canary else request.num_tokens
         if asked:
-            client.send_holder(Ask(one.number, join_hashes(asked), one.use))
+            holder = hint.holder if hint is not None else ""
+            wait_ms = round(1000 * one.wait_s)
+            client.send_holder(Ask(one.number, join_hashes(asked), one.use, holder, wait_ms, _traceparent(request)))
         else:
             one.found = Have(one.number, (), b"")
         return None
@@ -195,12 +231,21 @@ class SchedulerHalf:
                 one.num_loaded, one.num_saved = 0, 0
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """A request has ended. Return what its answer says of it: to a canary how many blocks were loaded."""
+        """A request has ended. Return what its answer says of it: to a canary how many blocks were loaded, to a proxy
+        that has its prompt computed here, for another server, where its KV is."""
         if (one := self._shared.pop(request.request_id, None)) is None:
             return None
         self._release(one)
         self._send_counts(is_last=not self._shared)
-        return {OWN_KEY: {"loaded": one.num_loaded}} if one.is_canary else None
+        if one.is_canary:
+            return {OWN_KEY: {"loaded": one.num_loaded}}
+        params: dict[str, Any] = request.kv_transfer_params or {}
+        with self._client.changed:
+            welcome = self._client.welcome
+        if not params.get(REMOTE_DECODE) or welcome is None:
+            return None
+        own = {"holder": welcome.holder, "tokens": one.num_saved * self._size}
+        return {REMOTE_PREFILL: True, REMOTE_DECODE: False, OWN_KEY: own}
 
     def weights_changed(self) -> None:
         self._client.send_holder(WeightsChanged())
@@ -214,10 +259,13 @@ class SchedulerHalf:
                 client.changed.wait(WAIT_S)
                 have = client.take_answer(one.number)
             is_there = client.welcome is not None and client.welcome.nonce == one.nonce
-        if have is None and is_there and time.monotonic() - one.asked_s < GIVE_UP_S:
+        if have is not None and have.has_more:
+            one.partial, have = have, None
+        within_s = GIVE_UP_S if one.partial is None else one.wait_s + BROUGHT_S
+        if have is None and is_there and time.monotonic() - one.asked_s < within_s:
             return False
-        # What is pinned by a later answer ends with the request.
-        one.found = have if have is not None and is_there else Have(one.number, (), b"")
+        # A later answer takes the place of this one at the holder: what it pins ends with the request.
+        one.found = (have or one.partial or _nothing(one)) if is_there else _nothing(one)
         return True
 
     def _release(self, one: Shared) -> None:
@@ -266,11 +314,20 @@ class SchedulerHalf:
         return Use.COMPARE if zlib.crc32(name.encode()) % self._check_every == 0 else Use.LOAD
 
 
-def _own_params(request: Any) -> CanaryParams | None:
-    """Return what the holder says of a request of its own. Any client may send anything there."""
+def _nothing(one: Shared) -> Have:
+    return Have(one.number, (), b"")
+
+
+def _own_params(request: Any, kind: type[ParamsT]) -> ParamsT | None:
+    """Return what a request says to us, if it is of this kind. Any client may send anything there."""
     with contextlib.suppress(msgspec.ValidationError, LookupError, TypeError):
-        return msgspec.convert(request.kv_transfer_params[OWN_KEY], CanaryParams)
+        return msgspec.convert(request.kv_transfer_params[OWN_KEY], kind)
     return None
+
+
+def _traceparent(request: Any) -> str:
+    headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
+    return headers.get("traceparent", "")[:MAX_TRACEPARENT]
 
 
 def _split(digests: bytes) -> list[bytes]:

@@ -8,6 +8,8 @@ import msgspec
 
 from services.errors import UserError
 
+HANDOFF_WAIT_S = 1.0
+"""So long a request waits for blocks that another server has computed, and that are on their way to the holder."""
 CHECK_EVERY = 64
 """One in so many requests is computed although it could be loaded, and compared."""
 
@@ -22,6 +24,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tenant: str = ""
     api_key_file: str = ""
     check_every: Annotated[int, msgspec.Meta(ge=1)] = CHECK_EVERY
+    handoff_wait_s: Annotated[float, msgspec.Meta(ge=0, le=5)] = HANDOFF_WAIT_S
     required: bool = False
 
 

@@ -62,6 +62,8 @@ class WorkerHalf:
         self._client = client
         self._identity = identity
         self._pages: list[Pages] = []
+        self._began_s = 0.0
+        """When the step began that runs, by the monotonic clock."""
         self._arena: MappedArena | None = None
         self._lock = threading.Lock()
         """Of the arena that is mapped, and of what follows."""
@@ -83,6 +85,7 @@ class WorkerHalf:
         self._thread.start()
 
     def start_loads(self, plan: StepPlan) -> None:
+        self._began_s = time.monotonic()
         for load in plan.loads:
             self._loads.put((plan.nonce, load))
 
@@ -102,7 +105,8 @@ class WorkerHalf:
                 keys[run.arena_block : run.arena_block + run.num_blocks] = rows[:, : arena.half]
                 values[run.arena_block : run.arena_block + run.num_blocks] = rows[:, arena.half :]
         slots = tuple(save.slot for save in plan.saves)
-        self._client.send_holder(Saved(slots, join_hashes([save.block_hash for save in plan.saves])))
+        hashes = join_hashes([save.block_hash for save in plan.saves])
+        self._client.send_holder(Saved(slots, hashes, time.monotonic() - self._began_s))
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that failed."""

@@ -27,6 +27,7 @@ from services.holder.core.attempt import KVRead
 from services.holder.core.checks import HolderLimits
 from services.holder.core.events import (
     CopyOffered,
+    CopyWanted,
     DrainBegun,
     DrainOver,
     Fenced,
@@ -56,6 +57,8 @@ class Why(enum.Enum):
     """It was just computed, and is wanted elsewhere as well."""
     CANDIDATE = enum.auto()
     """Its source will soon give it up. The coldest come first."""
+    WANTED = enum.auto()
+    """Somebody here waits for it. The first of a sequence come first."""
     LEFT_BEHIND = enum.auto()
     """Its source leaves: it is worth more than what was not used for longest here."""
 
@@ -130,6 +133,7 @@ class CopyCore:
         """Return what is done with which event."""
         return {
             CopyOffered: self._offered,
+            CopyWanted: self._wanted,
             EvictionCandidates: self._candidates,
             ReadEnded: self._read_ended,
             WorkerLeft: self._worker_left,
@@ -147,6 +151,16 @@ class CopyCore:
         if not self._is_of_use(offer, now_ms):
             return []
         return self._take(offer.source, offer.tenant, offer.block_hashes, claim, now_ms)
+
+    def _wanted(self, event: CopyWanted, now_ms: int) -> list[Action]:
+        """They are asked for here, and somebody waits for them."""
+        claim = Claim(Why.WANTED, event.deadline_ms, event.traceparent)
+        return self._take(event.source, event.tenant, event.block_hashes, claim, now_ms)
+
+    def is_copying(self, contents: Iterable[Content]) -> bool:
+        """Return whether any of these is still to be read, or being read."""
+        left, coming = set(contents), self._in_flight()
+        return not left.isdisjoint(coming) or any(not left.isdisjoint(each.claims) for each in self._sources.values())
 
     def _candidates(self, event: EvictionCandidates, now_ms: int) -> list[Action]:
         """Somebody will soon give these blocks up, the first of them first."""

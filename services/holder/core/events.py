@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
+from schemas.ids import WorkerId
 from schemas.kv import EvictionCandidates, PurgeBlocks, ReadEnd, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.request import AttemptFailure, CancelRequest, RefusalReason, RunAttempt
 from schemas.worker import WorkerLeft
@@ -28,6 +29,17 @@ class CopyOffered:
     """Another worker has completed blocks, and wants them kept here as well."""
 
     message: ReplicateBlocks
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWanted:
+    """This holder itself wants these blocks (joined hashes), which `source` is said to have, until a time."""
+
+    source: WorkerId
+    tenant: str
+    block_hashes: bytes
+    deadline_ms: int
     traceparent: str = ""
 
 
@@ -183,6 +195,7 @@ Event = (
     | WorkerLeft
     | EngineEvent
     | CopyOffered
+    | CopyWanted
     | EvictionCandidates
     | ReadStarted
     | ReadEnded

@@ -1,0 +1,111 @@
+"""Blocks that are not at a server's own holder: at another one, behind memory, or about to be saved."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from schemas.attach import Half
+from tests.attach.core_rig import IDENTITY
+from tests.attach.fake_server import FakeServer, fake_server
+from tests.attach.live_holder import LiveHolders, live_holders
+from tests.attach.test_halves import alone, prompt
+from tests.waiting import wait_until
+
+SIZE = IDENTITY.block_size
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "0.sock", tmp_path / "1.sock"]
+
+
+@pytest.fixture
+def holders(paths: list[Path]) -> Generator[LiveHolders]:
+    with live_holders(*paths) as both:
+        yield both
+
+
+@pytest.fixture
+def servers(holders: LiveHolders, paths: list[Path]) -> Generator[list[FakeServer]]:
+    """One at each holder."""
+    with fake_server(paths[0], "a") as one, fake_server(paths[1], "b") as other:
+        one.await_proven()
+        other.await_proven()
+        yield [one, other]
+
+
+def test_what_a_server_of_another_holder_computed_is_loaded(servers: list[FakeServer], paths: list[Path]) -> None:
+    one, other = servers
+    right = alone(paths[0], prompt(1))
+    one.run(prompt(1))
+    wait_until(lambda: other.run(prompt(1)).num_loaded == 5 * SIZE)
+    again = other.run(prompt(1))
+    assert (again.num_loaded, again.answer) == (5 * SIZE, right)
+
+
+def test_a_hint_of_a_proxy_leads_to_another_holder(servers: list[FakeServer]) -> None:
+    one, other = servers
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    params = one.run(prompt(2), kv_transfer_params=asked).params
+    assert params is not None and params["do_remote_prefill"] and not params["do_remote_decode"]
+    assert params["kvmesh"] == {"holder": "attach-0", "tokens": 5 * SIZE}
+    # A proxy may set more, and sends all of it to the decode server.
+    told = params | {"remote_host": "10.0.0.1", "remote_port": 1}
+    assert other.run(prompt(2), kv_transfer_params=told).num_loaded == 5 * SIZE
+
+
+def test_a_hint_waits_for_what_is_about_to_be_saved_at_its_own_holder(
+    holders: LiveHolders, servers: list[FakeServer], paths: list[Path]
+) -> None:
+    one, _ = servers
+    with fake_server(paths[0], "c") as third:
+        third.await_proven()
+        params = one.run(prompt(3), kv_transfer_params={"do_remote_decode": True}).params
+        assert third.run(prompt(3), kv_transfer_params=params).num_loaded == 5 * SIZE, "at the first try"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"holder": "nobody", "tokens": 1_000},
+        {"holder": "x" * 5_000, "tokens": 1},
+        {"holder": "attach-1", "tokens": -1},
+        {"holder": 3, "tokens": "x"},
+        {"holder": "mesh.>", "tokens": 1_000},
+        {"holder": "", "tokens": 1_000},
+    ],
+)
+def test_a_hint_that_lies_costs_a_wait(servers: list[FakeServer], paths: list[Path], own: dict[str, object]) -> None:
+    _, other = servers
+    ran = other.run(prompt(4), kv_transfer_params={"do_remote_prefill": True, "kvmesh": own})
+    assert (ran.num_loaded, ran.answer) == (0, alone(paths[0], prompt(4)))
+
+
+def test_what_memory_gave_up_comes_back_from_disk(tmp_path: Path) -> None:
+    path = tmp_path / "0.sock"
+    with (
+        live_holders(path, num_blocks=16, url="disk", path=str(tmp_path / "disk")) as holders,
+        fake_server(path, "a") as server,
+    ):
+        server.await_proven()
+        right = alone(path, prompt(5))
+        server.run(prompt(5))
+        wait_until(lambda: server.run(prompt(5)).num_loaded == 5 * SIZE)
+        for seed in range(100, 110):  # more than memory holds
+            server.run(prompt(seed))
+        wait_until(lambda: holders.describe().load.blocks.cached >= 10)
+        ran = server.run(prompt(5))
+        assert (ran.num_loaded, ran.answer) == (5 * SIZE, right)
+
+
+def test_a_holder_that_is_started_again_has_what_its_disk_has(tmp_path: Path) -> None:
+    path, options = tmp_path / "0.sock", {"url": "disk", "path": str(tmp_path / "disk")}
+    with fake_server(path, "a") as server:
+        with live_holders(path, **options):
+            server.await_proven()
+            wait_until(lambda: server.run(prompt(6)).num_loaded == 5 * SIZE)
+        with live_holders(path, **options):
+            wait_until(lambda: server.clients[Half.SCHEDULER].is_proven)
+            wait_until(lambda: server.run(prompt(6)).num_loaded == 5 * SIZE)
+            assert server.run(prompt(6)).answer == alone(path, prompt(6))
