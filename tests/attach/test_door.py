@@ -39,7 +39,7 @@ from services.attach.connector.identity import layout_of
 from services.attach.door import MAX_PATH_BYTES, bound_socket
 from services.errors import UserError
 from tests.attach.core_rig import IDENTITY, hello
-from tests.attach.live_holder import LiveHolder, live_holder
+from tests.attach.live_holders import LiveHolders, live_holders
 from tests.store.rig import hashes_of
 from tests.waiting import wait_until
 
@@ -104,8 +104,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(path: Path) -> Generator[LiveHolder]:
-    with live_holder(path, NUM_BLOCKS) as running:
+def holder(path: Path) -> Generator[LiveHolders]:
+    with live_holders(path, num_blocks=NUM_BLOCKS) as running:
         yield running
 
 
@@ -113,14 +113,14 @@ def holder(path: Path) -> Generator[LiveHolder]:
 
 
 def test_the_socket_is_its_user_s_alone_and_goes_with_the_holder(path: Path) -> None:
-    with live_holder(path):
+    with live_holders(path):
         assert path.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
-    with live_holder(path), half(path):
+    with live_holders(path), half(path):
         pass
 
 
-def test_a_second_holder_does_not_take_the_socket(path: Path, holder: LiveHolder) -> None:
+def test_a_second_holder_does_not_take_the_socket(path: Path, holder: LiveHolders) -> None:
     with pytest.raises(UserError, match="another holder has the socket"), bound_socket(path):
         pass
     with half(path):
@@ -130,7 +130,7 @@ def test_a_second_holder_does_not_take_the_socket(path: Path, holder: LiveHolder
 def test_a_socket_that_was_left_behind_is_taken(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with live_holder(path), half(path):
+    with live_holders(path), half(path):
         pass
 
 
@@ -143,7 +143,7 @@ def test_where_no_socket_can_be_a_line_says_why(tmp_path: Path) -> None:
 
 
 def test_a_connection_of_another_user_is_closed(
-    path: Path, holder: LiveHolder, monkeypatch: pytest.MonkeyPatch
+    path: Path, holder: LiveHolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uid = os.geteuid() + 1
     monkeypatch.setattr("services.attach.door.os.geteuid", lambda: uid)
@@ -161,7 +161,7 @@ def test_a_connection_of_another_user_is_closed(
     ],
 )
 def test_a_server_of_another_model_is_refused_with_a_line(
-    path: Path, holder: LiveHolder, changes: dict[str, object], reason: str
+    path: Path, holder: LiveHolders, changes: dict[str, object], reason: str
 ) -> None:
     with half(path), raw(path) as connection:
         connection.send(hello("b", Half.SCHEDULER, **changes))
@@ -170,7 +170,7 @@ def test_a_server_of_another_model_is_refused_with_a_line(
         assert connection.is_ended()
 
 
-def test_the_first_server_says_which_kv_is_held(path: Path, holder: LiveHolder) -> None:
+def test_the_first_server_says_which_kv_is_held(path: Path, holder: LiveHolders) -> None:
     with half(path), raw(path) as connection:
         other = msgspec.structs.replace(IDENTITY, kv_format="vllm1/other")
         connection.send(hello("b", Half.SCHEDULER, identity=other))
@@ -193,7 +193,7 @@ WRONG = {
 @pytest.mark.parametrize("data", WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_makes_no_sense_ends_the_connection_and_nothing_else(
-    path: Path, holder: LiveHolder, data: bytes, is_first: bool
+    path: Path, holder: LiveHolders, data: bytes, is_first: bool
 ) -> None:
     with half(path, server="sound") as sound:
         with raw(path) as connection:
@@ -208,14 +208,14 @@ def test_what_makes_no_sense_ends_the_connection_and_nothing_else(
         assert isinstance(given, SlotsGiven) and len(given.slots) == 1
 
 
-def test_a_message_that_is_cut_off_is_none(path: Path, holder: LiveHolder) -> None:
+def test_a_message_that_is_cut_off_is_none(path: Path, holder: LiveHolders) -> None:
     with half(path) as connection:
         connection.socket.sendall(LENGTH.pack(100) + b"x" * 50)
     with half(path, server="b"):
         wait_until(lambda: holder.num_held == 0)
 
 
-def test_a_message_may_come_byte_by_byte(path: Path, holder: LiveHolder) -> None:
+def test_a_message_may_come_byte_by_byte(path: Path, holder: LiveHolders) -> None:
     with half(path) as connection:
         data = msgspec.msgpack.encode(WantSlots(1))
         for byte in LENGTH.pack(len(data)) + data:
@@ -224,20 +224,20 @@ def test_a_message_may_come_byte_by_byte(path: Path, holder: LiveHolder) -> None
 
 
 @pytest.mark.parametrize("slots", [(-1,), (NUM_BLOCKS,), (1 << 40,), (0, 0)])
-def test_slots_that_are_not_its_own_end_a_worker(path: Path, holder: LiveHolder, slots: tuple[int, ...]) -> None:
+def test_slots_that_are_not_its_own_end_a_worker(path: Path, holder: LiveHolders, slots: tuple[int, ...]) -> None:
     with half(path), half(path, Half.WORKER) as worker:
         worker.send(Saved(slots, join_hashes(hashes_of(*range(len(slots))))))
         assert worker.is_ended()
 
 
-def test_hashes_of_no_whole_number_end_a_connection(path: Path, holder: LiveHolder) -> None:
+def test_hashes_of_no_whole_number_end_a_connection(path: Path, holder: LiveHolders) -> None:
     with half(path) as connection:
         connection.send(Ask(1, b"short", Use.LOAD))
         assert connection.is_ended()
 
 
 def test_a_server_that_takes_no_answers_is_given_up(
-    path: Path, holder: LiveHolder, monkeypatch: pytest.MonkeyPatch
+    path: Path, holder: LiveHolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.attach.door.MAX_UNSENT_BYTES", 1)
     with half(path) as connection:
@@ -272,7 +272,7 @@ def bytes_of(arena: Arena, slot: int, fill: int | None = None) -> bytes:
     return b"".join(parts)
 
 
-def test_what_is_saved_is_found_with_its_digest(path: Path, holder: LiveHolder) -> None:
+def test_what_is_saved_is_found_with_its_digest(path: Path, holder: LiveHolders) -> None:
     with raw(path) as scheduler, half(path, Half.WORKER) as worker:
         scheduler.send(hello("a", Half.SCHEDULER))
         welcome = scheduler.receive()
@@ -300,7 +300,7 @@ def test_what_is_saved_is_found_with_its_digest(path: Path, holder: LiveHolder) 
         arena.close()
 
 
-def test_a_server_with_new_weights_is_off_on_both_connections(path: Path, holder: LiveHolder) -> None:
+def test_a_server_with_new_weights_is_off_on_both_connections(path: Path, holder: LiveHolders) -> None:
     with half(path) as scheduler, half(path, Half.WORKER) as worker:
         scheduler.send(Counted(1, 1, {}))
         scheduler.send(WeightsChanged())
@@ -308,6 +308,6 @@ def test_a_server_with_new_weights_is_off_on_both_connections(path: Path, holder
 
 
 def test_a_holder_that_ends_ends_its_connections(path: Path) -> None:
-    with live_holder(path) as running, half(path) as connection:
+    with live_holders(path) as running, half(path) as connection:
         running.end()
         assert connection.is_ended()

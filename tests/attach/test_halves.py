@@ -9,7 +9,7 @@ import pytest
 from schemas.attach import Half, NotSaved
 from tests.attach.core_rig import IDENTITY
 from tests.attach.fake_server import FakeServer, fake_server
-from tests.attach.live_holder import LiveHolder, live_holder
+from tests.attach.live_holders import LiveHolders, live_holders
 from tests.waiting import wait_until
 
 SIZE = IDENTITY.block_size
@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def holder(path: Path):
-    with live_holder(path) as running:
+    with live_holders(path) as running:
         yield running
 
 
@@ -39,7 +39,7 @@ def alone(path: Path, tokens: list[int]) -> bytes:
         server.close()
 
 
-def test_what_one_server_computes_another_loads(path: Path, holder: LiveHolder) -> None:
+def test_what_one_server_computes_another_loads(path: Path, holder: LiveHolders) -> None:
     with fake_server(path, "a") as one, fake_server(path, "b") as other:
         one.await_proven()
         other.await_proven()
@@ -51,7 +51,7 @@ def test_what_one_server_computes_another_loads(path: Path, holder: LiveHolder) 
         wait_until(lambda: holder.describe().load.blocks.cached >= 5)
 
 
-def test_a_longer_prompt_goes_on_behind_what_is_loaded(path: Path, holder: LiveHolder) -> None:
+def test_a_longer_prompt_goes_on_behind_what_is_loaded(path: Path, holder: LiveHolders) -> None:
     with fake_server(path, "a") as server:
         server.await_proven()
         short, long = prompt(1, 4 * SIZE), prompt(1, 4 * SIZE) + prompt(2, 3 * SIZE + 1)
@@ -62,7 +62,7 @@ def test_a_longer_prompt_goes_on_behind_what_is_loaded(path: Path, holder: LiveH
         assert server.run(long).answer == alone(path, long)
 
 
-def test_another_salt_is_other_kv(path: Path, holder: LiveHolder) -> None:
+def test_another_salt_is_other_kv(path: Path, holder: LiveHolders) -> None:
     with fake_server(path, "a") as server:
         server.await_proven()
         wait_until(lambda: server.run(prompt(1), cache_salt="x").num_loaded == 5 * SIZE)
@@ -79,7 +79,7 @@ def test_another_salt_is_other_kv(path: Path, holder: LiveHolder) -> None:
     ],
 )
 def test_what_is_not_shared_is_answered_and_leaves_nothing(
-    path: Path, holder: LiveHolder, fields: dict[str, object], reason: NotSaved
+    path: Path, holder: LiveHolders, fields: dict[str, object], reason: NotSaved
 ) -> None:
     with fake_server(path, "a") as server:
         server.await_proven()
@@ -88,7 +88,7 @@ def test_what_is_not_shared_is_answered_and_leaves_nothing(
         assert server.run(prompt(1)).num_loaded == 0, reason
 
 
-def test_params_of_a_client_s_own_change_nothing(path: Path, holder: LiveHolder) -> None:
+def test_params_of_a_client_s_own_change_nothing(path: Path, holder: LiveHolders) -> None:
     lies = {"kvmesh": {"canary": "guessed", "use": "confused", "slots": [0]}, "remote_block_ids": [1, 2]}
     with fake_server(path, "a") as server:
         server.await_proven()
@@ -101,7 +101,7 @@ def test_params_of_a_client_s_own_change_nothing(path: Path, holder: LiveHolder)
 # What is damaged, and who is wrong.
 
 
-def test_a_block_that_is_damaged_at_rest_is_computed_and_given_up(path: Path, holder: LiveHolder) -> None:
+def test_a_block_that_is_damaged_at_rest_is_computed_and_given_up(path: Path, holder: LiveHolders) -> None:
     with fake_server(path, "a") as server:
         server.await_proven()
         wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
@@ -149,7 +149,7 @@ def take_neighbours(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("plant", [swap_halves, take_neighbours])
-def test_a_server_that_copies_wrongly_is_off_before_it_shares(path: Path, holder: LiveHolder, plant) -> None:
+def test_a_server_that_copies_wrongly_is_off_before_it_shares(path: Path, holder: LiveHolders, plant) -> None:
     server = FakeServer(path, "a")
     plant(server)
     try:
@@ -162,7 +162,7 @@ def test_a_server_that_copies_wrongly_is_off_before_it_shares(path: Path, holder
         server.close()
 
 
-def test_a_server_that_does_not_read_what_it_loads_is_off(path: Path, holder: LiveHolder) -> None:
+def test_a_server_that_does_not_read_what_it_loads_is_off(path: Path, holder: LiveHolders) -> None:
     server = FakeServer(path, "a")
     server.answer = lambda request: b"always the same"  # type: ignore[method-assign]
     try:
@@ -173,7 +173,7 @@ def test_a_server_that_does_not_read_what_it_loads_is_off(path: Path, holder: Li
 
 
 def test_a_server_whose_kv_is_another_is_found_by_its_canary_and_with_it_the_first(
-    path: Path, holder: LiveHolder
+    path: Path, holder: LiveHolders
 ) -> None:
     with fake_server(path, "a") as one:
         one.await_proven()
@@ -182,7 +182,7 @@ def test_a_server_whose_kv_is_another_is_found_by_its_canary_and_with_it_the_fir
         assert one.run(prompt(1)).num_loaded == 0
 
 
-def test_what_is_sampled_finds_a_server_that_becomes_wrong(path: Path, holder: LiveHolder) -> None:
+def test_what_is_sampled_finds_a_server_that_becomes_wrong(path: Path, holder: LiveHolders) -> None:
     with fake_server(path, "a") as one, fake_server(path, "b", check_every=1) as other:
         one.await_proven()
         other.await_proven()
@@ -198,17 +198,17 @@ def test_what_is_sampled_finds_a_server_that_becomes_wrong(path: Path, holder: L
 def test_without_a_holder_a_server_computes_and_attaches_when_there_is_one(path: Path) -> None:
     with fake_server(path, "a") as server:
         assert server.run(prompt(1)).num_loaded == 0
-        with live_holder(path):
+        with live_holders(path):
             server.await_proven()
             wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
         assert server.run(prompt(1)).answer == alone(path, prompt(1))
-        with live_holder(path):
+        with live_holders(path):
             server.await_proven()
             assert server.run(prompt(1)).num_loaded == 0, "the new holder has nothing"
             wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
 
 
-def test_when_servers_are_gone_nothing_is_held(path: Path, holder: LiveHolder) -> None:
+def test_when_servers_are_gone_nothing_is_held(path: Path, holder: LiveHolders) -> None:
     with fake_server(path, "a") as server:
         server.await_proven()
         server.run(prompt(1))

@@ -117,8 +117,6 @@ def live_holders(*paths: Path, **options: Any) -> Generator[LiveHolders]:
         holders.stop()
 
 
-live_holder = live_holders
-LiveHolder = LiveHolders
 
 
 def checkpoint_of(identity: KVIdentity) -> Checkpoint:
