@@ -267,7 +267,11 @@ REQUEST_STATUS = _question(
 )
 REQUEST_SOUGHT = _question("mesh.v1.request.{id}.sought", DescribeRequest, (RequestDescribed,), GATEWAYS, GATEWAYS)
 LOCATE = _question(
-    "mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), (SCHEDULERS, GATEWAYS, HOLDERS), DIRECTORIES,
+    "mesh.v1.directory.locate",
+    LocateBlocks,
+    (BlocksLocated,),
+    (SCHEDULERS, GATEWAYS, HOLDERS),
+    DIRECTORIES,
     "directory",
 )
 DIRECTORY_STATUS = _question(

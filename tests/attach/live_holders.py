@@ -14,10 +14,10 @@ from services.attach.door import bound_socket
 from services.attach.service import AttachParts, run_attach
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
-from services.directory.service import run_directory
-from services.scheduler.service import run_scheduler
 from services.config import AttachConfig, MeshConfig, StoreConfig, WorkerConfig
+from services.directory.service import run_directory
 from services.engine.checkpoint import Checkpoint
+from services.scheduler.service import run_scheduler
 from services.telemetry import Telemetry
 from tests.attach.core_rig import IDENTITY
 from tests.credentials import CREDENTIALS, SECRET, SEED
@@ -40,11 +40,10 @@ class LiveHolders:
         self._parts: dict[str, tuple[MeshConfig, AttachParts]] = {}
         for number, path in enumerate(paths):
             name = f"attach-{number}"
-            settings = {"memory_bytes": num_blocks * LAYOUT.block_bytes} | store
             config = MeshConfig(
                 ticket_secrets=(SECRET.decode(),),
                 tenant_seed=SEED,
-                store=StoreConfig(**settings),
+                store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store),
                 worker=WorkerConfig(block_size=LAYOUT.block_size),
                 attach=AttachConfig(socket=str(path)),
             )
@@ -115,8 +114,6 @@ def live_holders(*paths: Path, **options: Any) -> Generator[LiveHolders]:
         yield holders
     finally:
         holders.stop()
-
-
 
 
 def checkpoint_of(identity: KVIdentity) -> Checkpoint:
