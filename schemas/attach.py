@@ -6,6 +6,7 @@ connection, and begins it with `Hello`.
 """
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -16,6 +17,11 @@ MAX_RUN = 32_768
 """Blocks that one message is about at most."""
 MAX_ATTACH_BYTES = 1 << 20
 """Of one message, at most."""
+
+Text = Annotated[str, msgspec.Meta(max_length=4_096)]
+"""People read it; a path has no more."""
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Half(enum.StrEnum):
@@ -73,23 +79,24 @@ class Hello(AttachMessage, frozen=True):
 
     protocol: int
     half: Half
-    server: str
+    server: Text
     identity: KVIdentity
-    tenant: str
-    url: str
-    model: str
-    api_key: str
+    tenant: Text
+    url: Text
+    model: Text
+    api_key: Text
 
 
 class Welcome(AttachMessage, frozen=True):
     """Map this arena, of `num_blocks` blocks, which `holder` has. `canary`: by which requests of the holder's own are
-    known."""
+    known. `fetch_s`: what the holder brings for a question is there within so long, or not at all."""
 
     holder: str
     arena: str
     nonce: str
     num_blocks: int
     canary: str
+    fetch_s: float
 
 
 class HelloRefused(AttachMessage, frozen=True):
@@ -109,9 +116,9 @@ class Ask(AttachMessage, frozen=True):
     number: int
     hashes: bytes
     use: Use
-    hint: str = ""
-    wait_ms: int = 0
-    traceparent: str = ""
+    hint: Text = ""
+    wait_ms: Amount = 0
+    traceparent: Text = ""
 
 
 class Release(AttachMessage, frozen=True):
@@ -123,7 +130,7 @@ class Release(AttachMessage, frozen=True):
 class WantSlots(AttachMessage, frozen=True):
     """Empty slots to save into, in advance. Answered by `SlotsGiven`."""
 
-    num_slots: int
+    num_slots: Amount
 
 
 class WeightsChanged(AttachMessage, frozen=True):
@@ -134,9 +141,9 @@ class Counted(AttachMessage, frozen=True):
     """Since the last one: tokens that were asked for, tokens that were loaded, and blocks or requests that were not
     shared, by the reason."""
 
-    asked_tokens: int
-    loaded_tokens: int
-    not_saved: dict[NotSaved, int]
+    asked_tokens: Amount
+    loaded_tokens: Amount
+    not_saved: dict[NotSaved, Amount]
 
 
 # The worker half sends.
@@ -148,7 +155,7 @@ class Saved(AttachMessage, frozen=True):
 
     slots: tuple[int, ...]
     hashes: bytes
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
 
 
 class BlockRefused(AttachMessage, frozen=True):
@@ -171,8 +178,8 @@ class Loaded(AttachMessage, frozen=True):
     """A load has ended. `num_loaded`: blocks, none where one was refused."""
 
     number: int
-    num_loaded: int
-    seconds: float
+    num_loaded: Amount
+    seconds: Seconds
 
 
 # The holder sends.

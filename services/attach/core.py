@@ -170,7 +170,6 @@ class Bring(OwnersAction):
     number: int
     hashes: tuple[BlockHash, ...]
     hint: str
-    traceparent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +366,7 @@ class AttachCore:
         may_come = bool(rest) and (self._brings or wait_ms > 0) and len(server.waiting) < MAX_WAITING
         if may_come and ask.use is Use.LOAD and server.sharing is Sharing.ON:
             server.waiting[ask.number] = Waiting(hashes, now_ms + wait_ms, self._brings)
-            more = [Bring(name, ask.number, tuple(rest), ask.hint, ask.traceparent)] if self._brings else []
+            more = [Bring(name, ask.number, tuple(rest), ask.hint)] if self._brings else []
             return [GiveBlocks(name, ask.number, tuple(blocks), has_more=True), *more]
         if ask.use is Use.CONFUSED and len(blocks) >= CANARY_BLOCKS:
             blocks[CANARY_BLOCKS - 1] = blocks[0]

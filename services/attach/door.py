@@ -24,12 +24,14 @@ from dataplane.blocks.kept import Content
 from dataplane.memory.content_macs import BlockContents
 from schemas.attach import (
     MAX_ATTACH_BYTES,
+    Ask,
     FromScheduler,
     FromWorker,
     Half,
     Have,
     Hello,
     HelloRefused,
+    Loaded,
     Saved,
     ToHalf,
     Welcome,
@@ -56,7 +58,7 @@ from services.attach.core import (
     Welcomed,
 )
 from services.attach.limits import MAX_SERVERS, MAX_UNSENT_BYTES
-from services.attach.observe import AttachMetrics
+from services.attach.observe import AskSpans, AttachMetrics
 from services.bus.base import BusError
 from services.engine.channel import LENGTH
 from services.errors import UserError
@@ -180,6 +182,7 @@ class Door:
         self._bringer = bringer
         self._writers: dict[Key, asyncio.StreamWriter] = {}
         self._measured = AttachMetrics(store.holder.measured.metrics, core)
+        self._spans = AskSpans(store.holder.blocks.telemetry)
         self._joining: asyncio.StreamWriter
         """Of the connection whose `HalfJoined` is being decided on."""
         self._canaries: dict[str, str] = {}
@@ -218,6 +221,10 @@ class Door:
                 if isinstance(message, Saved):
                     # Digests of what a step has saved take milliseconds: nobody else waits for them.
                     tags = await asyncio.to_thread(self._tags_of, message, hello.tenant)
+                elif isinstance(message, Ask):
+                    self._spans.asked(key.server, message)
+                elif isinstance(message, Loaded):
+                    self._spans.loaded(key.server, message)
                 self._store.step(HalfSent(key.server, key.half, message, tags), "attach")
                 self._measured.received(message)
         finally:
@@ -231,7 +238,8 @@ class Door:
                 self._writers[Key(server, half)] = self._joining
                 word = self._canaries.setdefault(server, secrets.token_hex(16))
                 arena = self._arena
-                welcome = Welcome(self._store.holder.parts.worker_id, arena.name, arena.nonce, self._num_blocks, word)
+                holder, fetch_s = self._store.holder.parts.worker_id, self._times.fetch_s
+                welcome = Welcome(holder, arena.name, arena.nonce, self._num_blocks, word, fetch_s)
                 self._send(Key(server, half), welcome)
             case Refuse(answer=answer):
                 _put(self._joining, answer)
@@ -270,15 +278,18 @@ class Door:
         self._have(action, b"".join(digests))
 
     def _have(self, action: GiveBlocks, digests: bytes) -> None:
+        self._spans.answered(action)
         have = Have(action.number, action.blocks, digests, has_more=action.has_more)
         self._send(Key(action.server, Half.SCHEDULER), have)
 
     async def _bring(self, action: Bring) -> None:
-        server = self._core.servers[action.server]
+        server, span, failure = self._core.servers[action.server], self._spans.fetch_begun(action), ""
         try:
-            await self._bringer.bring(action.hashes, action.hint, server.token_s, action.traceparent)
+            await self._bringer.bring(action.hashes, action.hint, server.token_s, span.traceparent)
         except (TimeoutError, BusError) as error:
-            log.info("blocks for server %s were not brought: %s", action.server, error or "it took too long")
+            failure = str(error) or "it took too long"
+            log.info("blocks for server %s were not brought: %s", action.server, failure)
+        span.end(error=failure)
         self._store.step(BringEnded(action.server, action.number), "attach")
 
     def _known_digest(self, block: int) -> bytes:

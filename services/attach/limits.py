@@ -12,6 +12,8 @@ MAX_RATES = 256
 """Holders of which it is known how quickly they are read."""
 RATED_BLOCKS = 4
 """A step that fills fewer blocks says nothing of how quickly prompts are computed."""
+MAX_TRACED = 4_096
+"""Questions of which it is known in which trace their spans are: the last ones."""
 PURSES_SHARE = 8
 """Of the arena's blocks, one in so many may lie empty in the servers' purses, all of them together."""
 MAX_UNSENT_BYTES = 8 << 20

@@ -1,12 +1,16 @@
-"""What is seen of attached servers: metrics, and what `kvmesh status HOLDER` shows of each. It decides nothing."""
+"""What is seen of attached servers: metrics, spans, what `kvmesh status HOLDER` shows of each. It decides nothing."""
 
+import time
 from collections import Counter
 
-from schemas.attach import BlockRefused, Compared, Counted, FromScheduler, FromWorker, Loaded, Saved
+from schemas.attach import Ask, BlockRefused, Compared, Counted, FromScheduler, FromWorker, Loaded, Saved
 from schemas.observe import AttachedServer
 from services import metric_names as names
-from services.attach.core import AttachCore, Server, Sharing
+from services.attach.core import AttachCore, Bring, GiveBlocks, Server, Sharing
+from services.attach.limits import MAX_TRACED
 from services.metrics import Metrics
+from services.telemetry import OpenSpan, Telemetry
+from services.telemetry.names import Key, SpanName
 
 
 class AttachMetrics:
@@ -50,6 +54,47 @@ class AttachMetrics:
         sharing = Counter(server.sharing for server in servers)
         self._metrics.set_series(names.ATTACH_SERVERS, {(each.value,): sharing[each] for each in Sharing})
         self._metrics.set_series(names.ATTACH_HELD_BLOCKS, {(): sum(server.num_held for server in servers)})
+
+
+class AskSpans:
+    """What servers ask for, below the trace of the request that it is for. A server that passes no trace on has one
+    begun by its question."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._open: dict[tuple[str, int], OpenSpan] = {}
+        """The questions that are to be answered."""
+        self._parents: dict[tuple[str, int], str] = {}
+        """By server and number of the question, the traceparent of its further spans: of the last `MAX_TRACED`, as
+        nothing reports that the last one has been."""
+
+    def asked(self, server: str, ask: Ask) -> None:
+        span = self._telemetry.begin_span(SpanName.ATTACH_ASK, ask.traceparent, {Key.SERVER: server})
+        self._open[server, ask.number] = span
+        self._parents[server, ask.number] = ask.traceparent or span.traceparent
+        if len(self._parents) > MAX_TRACED:
+            oldest = next(iter(self._parents))
+            del self._parents[oldest]
+            self._open.pop(oldest, None)
+
+    def answered(self, answer: GiveBlocks) -> None:
+        """End the question's span with its first answer."""
+        if (span := self._open.pop((answer.server, answer.number), None)) is not None:
+            span.end({Key.NUM_BLOCKS: len(answer.blocks)})
+
+    def fetch_begun(self, bring: Bring) -> OpenSpan:
+        parent = self._parents.get((bring.server, bring.number), "")
+        attributes = {Key.SERVER: bring.server, Key.NUM_BLOCKS: len(bring.hashes)}
+        return self._telemetry.begin_span(SpanName.ATTACH_FETCH, parent, attributes)
+
+    def loaded(self, server: str, load: Loaded) -> None:
+        """A load has just ended."""
+        end_ns = time.monotonic_ns()
+        times_ns = (end_ns - round(1e9 * load.seconds), end_ns)
+        attributes = {Key.SERVER: server, Key.NUM_BLOCKS: load.num_loaded}
+        error = "" if load.num_loaded else "a block was damaged, or the arena is gone"
+        parent = self._parents.get((server, load.number), "")
+        self._telemetry.record(SpanName.ATTACH_LOAD, parent, times_ns, attributes, error=error)
 
 
 def _described(name: str, server: Server) -> AttachedServer:

@@ -39,6 +39,7 @@ class Request:
     all_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
+    trace_headers: dict[str, str] | None = None
     mm_features: list[object] = field(default_factory=list)
     prompt_embeds: object | None = None
     lora_request: object | None = None

@@ -3,25 +3,32 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from schemas import subjects
 from schemas.attach import KVIdentity
+from schemas.block import BlockHasher, join_hashes
+from schemas.directory import BlocksLocated, LocateBlocks
+from schemas.ids import RequestId
 from schemas.observe import DescribeWorker, WorkerDescribed
+from services.attach.connector.identity import layout_of
 from services.attach.door import bound_socket
 from services.attach.service import AttachParts, run_attach
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
-from services.config import AttachConfig, MeshConfig, StoreConfig, WorkerConfig
+from services.config import AttachConfig, MeshConfig, StoreConfig, WorkerConfig, at_scale
 from services.directory.service import run_directory
 from services.engine.checkpoint import Checkpoint
+from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
-from services.telemetry import Telemetry
+from services.telemetry import ListExporter, SpanRecord, Telemetry
+from services.times import Times
 from tests.attach.core_rig import IDENTITY
 from tests.credentials import CREDENTIALS, SECRET, SEED
 from tests.store.rig import LAYOUT
+from tests.waiting import until
 
 NAME = "attach-0"
 PATIENCE_S = 60.0
@@ -30,22 +37,26 @@ ResultT = TypeVar("ResultT")
 
 class LiveHolders:
     """Several on one bus, each with a socket of its own, beside a scheduler and a directory. `num_blocks`: of each
-    arena. `stop` them once."""
+    arena. `spans`: what all of them have recorded. `stop` them once."""
 
     def __init__(self, *paths: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY, **store: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._broker = MemoryBroker()
         self._stop = asyncio.Event()
         self._is_ready = threading.Event()
+        self.spans: list[SpanRecord] = []
         self._parts: dict[str, tuple[MeshConfig, AttachParts]] = {}
         for number, path in enumerate(paths):
             name = f"attach-{number}"
-            config = MeshConfig(
-                ticket_secrets=(SECRET.decode(),),
-                tenant_seed=SEED,
-                store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store),
-                worker=WorkerConfig(block_size=LAYOUT.block_size),
-                attach=AttachConfig(socket=str(path)),
+            config = at_scale(
+                MeshConfig(
+                    ticket_secrets=(SECRET.decode(),),
+                    tenant_seed=SEED,
+                    store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store),
+                    worker=WorkerConfig(block_size=LAYOUT.block_size),
+                    attach=AttachConfig(socket=str(path)),
+                    times=Times(scale=20.0),
+                )
             )
             held = contextlib.ExitStack()
             sock = held.enter_context(bound_socket(path))
@@ -68,6 +79,30 @@ class LiveHolders:
             return reply
 
         return self._call(ask())
+
+    def await_located(self, tokens: Sequence[int], name: str = NAME) -> None:
+        """Wait until the directory knows that a holder has all whole blocks of this prompt."""
+        hasher = BlockHasher(LAYOUT.block_size, model_fingerprint=layout_of(IDENTITY).fingerprint)
+        hashes = hasher.extend(tokens, len(tokens))
+
+        async def ask() -> None:
+            bus = TypedBus(MemoryBus(self._broker), "tests")
+
+            async def is_located() -> bool:
+                question = LocateBlocks(
+                    request_id=RequestId("r"),
+                    attempt=1,
+                    deadline_ms=now_ms() + 1000 * round(PATIENCE_S),
+                    block_hashes=join_hashes(hashes),
+                )
+                located = await bus.ask(subjects.LOCATE, (), question, PATIENCE_S)
+                assert isinstance(located, BlocksLocated)
+                return any((each.worker_id, each.num_blocks) == (name, len(hashes)) for each in located.holders)
+
+            await until(is_located)
+            await bus.close()
+
+        self._call(ask())
 
     @property
     def num_held(self) -> int:
@@ -95,7 +130,7 @@ class LiveHolders:
             def start(run: Callable[..., Coroutine[Any, Any, object]], name: str, *arguments: Any) -> None:
                 ready = asyncio.Event()
                 waits.append(ready)
-                bus, telemetry = MemoryBus(self._broker), Telemetry(name)
+                bus, telemetry = MemoryBus(self._broker), Telemetry(name, (ListExporter(self.spans),), at_once=True)
                 tasks.create_task(run(*arguments, bus, telemetry, self._stop, ready.set), name=name)
 
             start(run_scheduler, "scheduler", config)

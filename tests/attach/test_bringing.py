@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from schemas.attach import Half
+from services.telemetry import Key, SpanName, SpanRecord
 from tests.attach.core_rig import IDENTITY
 from tests.attach.fake_server import FakeServer, fake_server
 from tests.attach.live_holders import LiveHolders, live_holders
@@ -35,13 +36,40 @@ def servers(holders: LiveHolders, paths: list[Path]) -> Generator[list[FakeServe
         yield [one, other]
 
 
-def test_what_a_server_of_another_holder_computed_is_loaded(servers: list[FakeServer], paths: list[Path]) -> None:
+def test_what_a_server_of_another_holder_computed_is_loaded(
+    holders: LiveHolders, servers: list[FakeServer], paths: list[Path]
+) -> None:
     one, other = servers
     right = alone(paths[0], prompt(1))
     one.run(prompt(1))
-    wait_until(lambda: other.run(prompt(1)).num_loaded == 5 * SIZE)
-    again = other.run(prompt(1))
-    assert (again.num_loaded, again.answer) == (5 * SIZE, right)
+    holders.await_located(prompt(1))
+    ran = other.run(prompt(1))
+    assert (ran.num_loaded, ran.answer) == (5 * SIZE, right), "at the first try"
+
+
+def test_a_trace_shows_what_was_asked_fetched_and_loaded(servers: list[FakeServer], holders: LiveHolders) -> None:
+    one, other = servers
+    trace_id, mine = "ab" * 16, "cd" * 8
+    one.run(prompt(7))
+    holders.await_located(prompt(7))
+    headers = {"traceparent": f"00-{trace_id}-{mine}-01"}
+
+    def spans() -> dict[str, SpanRecord]:
+        return {span.name: span for span in holders.spans if span.trace_id == trace_id}
+
+    other.run(prompt(7), trace_headers=headers)
+    wait_until(lambda: SpanName.ATTACH_LOAD in spans())
+    found = spans()
+    for name in (SpanName.ATTACH_ASK, SpanName.ATTACH_FETCH, SpanName.ATTACH_LOAD):
+        assert (found[name].parent_id, found[name].attributes[Key.SERVER]) == (mine, "b")
+    assert found[SpanName.ATTACH_LOAD].attributes[Key.NUM_BLOCKS] == 5
+    for name in (SpanName.LOCATE, SpanName.KV_TRANSFER):
+        assert found[name].parent_id == found[SpanName.ATTACH_FETCH].span_id
+    # A server that passes no trace on has one begun.
+    other.run(prompt(7))
+    wait_until(lambda: (holders.spans[-1].name, holders.spans[-1].trace_id != trace_id) == (SpanName.ATTACH_LOAD, True))
+    ask, load = holders.spans[-2:]
+    assert (ask.name, load.parent_id) == (SpanName.ATTACH_ASK, ask.span_id)
 
 
 def test_a_hint_of_a_proxy_leads_to_another_holder(servers: list[FakeServer]) -> None:
@@ -82,6 +110,7 @@ def test_a_hint_that_lies_costs_a_wait(servers: list[FakeServer], paths: list[Pa
     assert (ran.num_loaded, ran.answer) == (0, alone(paths[0], prompt(4)))
 
 
+@pytest.mark.slow
 def test_what_memory_gave_up_comes_back_from_disk(tmp_path: Path) -> None:
     path = tmp_path / "0.sock"
     with (

@@ -307,7 +307,7 @@ def test_what_is_not_here_is_brought_and_the_question_answered_again() -> None:
     rig.fill(A, 1)
     actions = ask_more(rig, B, 7, 1, 2, 3, hint="attach-1")
     assert given(actions) == [(B, 7, 1, True)]
-    assert of_type(actions, Bring) == [Bring(B, 7, tuple(hashes_of(2, 3)), "attach-1", "")]
+    assert of_type(actions, Bring) == [Bring(B, 7, tuple(hashes_of(2, 3)), "attach-1")]
     rig.fill(A, 2)
     assert given(rig.step(BringEnded(B, 7))) == [(B, 7, 2, False)]
     assert rig.step(BringEnded(B, 7)) == [], "once"

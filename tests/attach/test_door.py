@@ -185,7 +185,7 @@ WRONG = {
     "too long": LENGTH.pack(MAX_ATTACH_BYTES + 1),
     "no msgpack": LENGTH.pack(3) + b"\xc1\xc1\xc1",
     "no message": LENGTH.pack(1) + b"\x01",
-    "another's message": LENGTH.pack(len(data := msgspec.msgpack.encode(Welcome("h", "a", "n", 1, "c")))) + data,
+    "another's message": LENGTH.pack(len(data := msgspec.msgpack.encode(Welcome("h", "a", "n", 1, "c", 1.0)))) + data,
     "the worker's message": LENGTH.pack(len(data := msgspec.msgpack.encode(Saved((0,), bytes(16))))) + data,
 }
 

@@ -24,10 +24,10 @@ from services.attach.connector.settings import HANDOFF_WAIT_S
 DIGEST_BYTES = 16
 WAIT_S = 0.001
 """So long the first question of a step waits for an answer that is under way."""
-BROUGHT_S = 3.0
-"""What the holder has brought within so long is loaded, of what it has said that it brings."""
 GIVE_UP_S = 0.05
 """A holder that has not answered within so long has nothing."""
+GRACE_S = 1.0
+"""Beyond the time in which a holder brings blocks: after that it is taken to have none."""
 COUNT_EVERY_S = 1.0
 PURSE_STEPS = 2
 """The purse has room for what so many full steps compute."""
@@ -69,6 +69,8 @@ class Shared:
     use: Use
     asked_s: float
     nonce: str
+    fetch_s: float
+    """So long the holder may be bringing blocks of it."""
     found: Have | None = None
     partial: Have | None = None
     """What is there for certain, while more comes."""
@@ -149,6 +151,7 @@ class SchedulerHalf:
             use=own.use if own is not None and is_canary else self._sampled(request.request_id),
             asked_s=time.monotonic(),
             nonce=welcome.nonce,
+            fetch_s=welcome.fetch_s,
             is_canary=is_canary,
             wait_s=self._handoff_wait_s if hint is not None and hint.tokens >= self._size else 0.0,
         )
@@ -261,7 +264,7 @@ class SchedulerHalf:
             is_there = client.welcome is not None and client.welcome.nonce == one.nonce
         if have is not None and have.has_more:
             one.partial, have = have, None
-        within_s = GIVE_UP_S if one.partial is None else one.wait_s + BROUGHT_S
+        within_s = GIVE_UP_S if one.partial is None else one.wait_s + one.fetch_s + GRACE_S
         if have is None and is_there and time.monotonic() - one.asked_s < within_s:
             return False
         # A later answer takes the place of this one at the holder: what it pins ends with the request.
