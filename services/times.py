@@ -263,6 +263,8 @@ class AttachTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A question waits no longer than this for blocks that another server is about to save."""
     fetch_s: Wait = 2.0
     """What another holder, or the tier behind memory, has not brought within so long is computed."""
+    hint_retry_s: Pace = 0.02
+    """Between two questions to a holder that is said to be getting blocks."""
     canary_timeout_s: Wait = 300.0
     """For one request of a canary, and until a server that starts takes requests: it compiles what it needs."""
     canary_retry_s: Pace = 60.0

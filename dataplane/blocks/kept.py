@@ -135,9 +135,12 @@ class KeptBlocks:
         self._barred.update(block for block in meant if self.pool.num_references(block))
 
     def forget_block(self, block: int) -> None:
-        """Give up what a block is kept for, if it is: its bytes were found wrong. Who uses it goes on with it."""
+        """Give up what a block is kept for, if it is: its bytes were found wrong. Who uses it goes on with it, and
+        leaves nothing in it that is kept."""
         if block in self._content_of:
             self._evict(block)
+            if self.pool.num_references(block):
+                self._barred.add(block)
 
     def content_of(self, block: int) -> Content | None:
         """Return what a block is kept for."""

@@ -12,6 +12,7 @@ from schemas import subjects
 from schemas.block import join_hashes
 from schemas.directory import HolderPrefix, LocateBlocks
 from schemas.ids import BlockHash, RequestId, WorkerId, is_subject_token, new_id
+from services.attach.core import AttachCore, Bring
 from services.attach.limits import MAX_RATES, MIN_FETCH_BLOCKS
 from services.bus.typed import TypedBus
 from services.holder.core.events import CopyWanted
@@ -38,13 +39,20 @@ class Bringer:
         """By holder, bytes a second of what was read from it."""
         self.changed = asyncio.Event()
 
-    async def bring(self, hashes: Sequence[BlockHash], hint: str, token_s: float, traceparent: str) -> None:
-        """Bring the leading run of these blocks that somebody has. `token_s`: how long computing a token takes; 0: that
-        is not known. Raises TimeoutError, BusError."""
-        async with asyncio.timeout(self._times.fetch_s):
-            loaded = await self._load(hashes)
-            if rest := hashes[loaded:]:
-                await self._fetch(rest, hint, token_s, traceparent)
+    async def bring(self, asked: Bring, core: AttachCore, traceparent: str) -> None:
+        """Bring the leading run of the blocks that are asked for, as far as somebody has it and reading it is quicker
+        than computing it. Ends early where nobody asks any more. Raises TimeoutError, BusError."""
+        hashes, until_s = asked.hashes, time.monotonic() + asked.wait_ms / 1000
+        token_s = core.servers[asked.server].token_s
+        async with asyncio.timeout(self._times.fetch_s + asked.wait_ms / 1000):
+            num_here = await self._load(hashes)
+            while (rest := hashes[num_here:]) and core.is_waiting(asked.server, asked.number):
+                await self._fetch(rest, asked.hint, token_s, traceparent)
+                # Whoever sent the hint may have been quicker than the blocks.
+                num_here = self._store.memory.num_leading(hashes, self._tenant)
+                if time.monotonic() >= until_s:
+                    return
+                await asyncio.sleep(self._times.hint_retry_s)
 
     async def _load(self, hashes: Sequence[BlockHash]) -> int:
         """Bring what lies behind memory. Return how many blocks of the run are in memory then."""
@@ -54,7 +62,8 @@ class Bringer:
             return self._store.memory.num_leading(hashes, self._tenant)
 
     async def _fetch(self, hashes: Sequence[BlockHash], hint: str, token_s: float, traceparent: str) -> None:
-        """Copy what another holder has, the one with the longest run."""
+        """Copy what another holder has, the one with the longest run. `token_s`: how long computing a token takes; 0:
+        that is not known."""
         source = await self._source(hashes, hint, traceparent)
         if source is None:
             return

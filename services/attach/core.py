@@ -164,12 +164,14 @@ class GiveBlocks(OwnersAction):
 @dataclass(frozen=True, slots=True)
 class Bring(OwnersAction):
     """Have these blocks brought here, from behind memory or from another holder, as far as that is quicker than
-    computing them; `BringEnded` reports when that is over. `hint`: who is said to have them."""
+    computing them; `BringEnded` reports when that is over. `hint`: who is said to have them, or to have them within
+    `wait_ms`."""
 
     server: str
     number: int
     hashes: tuple[BlockHash, ...]
     hint: str
+    wait_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,9 +366,11 @@ class AttachCore:
         rest = hashes[len(blocks) :]
         wait_ms = min(ask.wait_ms, round(1000 * self._times.handoff_wait_max_s))
         may_come = bool(rest) and (self._brings or wait_ms > 0) and len(server.waiting) < MAX_WAITING
-        if may_come and ask.use is Use.LOAD and server.sharing is Sharing.ON:
+        # What is to be compared may come from elsewhere at any time: that is how servers of two holders are compared
+        # before they share.
+        if may_come and (ask.use is Use.COMPARE or (ask.use is Use.LOAD and server.sharing is Sharing.ON)):
             server.waiting[ask.number] = Waiting(hashes, now_ms + wait_ms, self._brings)
-            more = [Bring(name, ask.number, tuple(rest), ask.hint)] if self._brings else []
+            more = [Bring(name, ask.number, tuple(rest), ask.hint, wait_ms)] if self._brings else []
             return [GiveBlocks(name, ask.number, tuple(blocks), has_more=True), *more]
         if ask.use is Use.CONFUSED and len(blocks) >= CANARY_BLOCKS:
             blocks[CANARY_BLOCKS - 1] = blocks[0]
@@ -443,32 +447,36 @@ class AttachCore:
 
     def _compared(self, server: Server, compared: Compared) -> list[Action]:
         """Two servers do not agree on a block, and nothing shows which of them is wrong: both are off, and so is what
-        they have saved."""
+        they have saved. Of a block from elsewhere nobody here knows the server: so all such blocks go, and no more are
+        brought."""
         server.num_compared += 1
         if compared.is_same:
             return []
         content = Content(server.hello.tenant, compared.block_hash)
-        if (block := self._memory.kept.block_of.get(content)) is not None:
-            self._memory.kept.forget_block(block)
-        names = {server.hello.server, self._saved_by.get(content, server.hello.server)}
-        return self._turn_off(
-            sorted(names), f"a block that it computed anew differs by {compared.difference:.2g} of the values' spread"
-        )
+        reason = f"a block that it computed anew differs by {compared.difference:.2g} of the values' spread"
+        saver = self._saved_by.get(content)
+        if saver is None:
+            self._brings = False
+            reason += ", and came from elsewhere: until it is started again this holder brings nothing more from there"
+            held = [Content(content.tenant, each) for _, hashes in self._memory.contents() for each in hashes]
+            strange = [each.block_hash for each in held if each not in self._saved_by]
+            self._memory.forget_blocks(strange, content.tenant)
+        self._memory.forget_blocks([content.block_hash], content.tenant)
+        return self._turn_off(sorted({server.hello.server, saver or server.hello.server}), reason)
 
     def _turn_off(self, names: Iterable[str], reason: str) -> list[Action]:
         """Share nothing with these any more, and give up what they have saved."""
         actions: list[Action] = []
         for name in names:
             own = [content for content, saver in self._saved_by.items() if saver == name]
-            blocks = [self._memory.kept.block_of[each] for each in own if each in self._memory.kept.block_of]
+            num_dropped = 0
             for content in own:
                 del self._saved_by[content]
-            for block in blocks:
-                self._memory.kept.forget_block(block)
+                num_dropped += self._memory.forget_blocks([content.block_hash], content.tenant)
             if (server := self.servers.get(name)) is not None:
                 server.sharing, server.why, server.canary_ms = Sharing.OFF, reason, None
                 actions += [SendHalf(name, half, Off(reason)) for half in sorted(server.halves)]
-            actions.append(TurnedOff(name, reason, len(blocks)))
+            actions.append(TurnedOff(name, reason, num_dropped))
         return actions
 
     # The canary.
@@ -509,6 +517,10 @@ class AttachCore:
             actions += self._start_canary(name, now_ms)
         return actions
 
+    def is_waiting(self, server: str, number: int) -> bool:
+        """Return whether a question is still to be answered once more."""
+        return server in self.servers and number in self.servers[server].waiting
+
     def tag(self, block: int) -> bytes | None:
         """Return a block's tag, if it has one."""
         return self._memory.kept.tags.get(block)
@@ -522,9 +534,12 @@ class AttachCore:
 
     def _forget_gone(self) -> None:
         """Bound what is remembered of blocks that are not kept any more."""
-        if len(self._saved_by) > 2 * self._memory.num_blocks:
-            kept = self._memory.kept.block_of
-            self._saved_by = {content: name for content, name in self._saved_by.items() if content in kept}
+        if len(self._saved_by) > 2 * (self._memory.num_blocks + len(self._memory.back)):
+            self._saved_by = {
+                content: name
+                for content, name in self._saved_by.items()
+                if self._memory.holds(content.block_hash, content.tenant)
+            }
 
     def _count(self, server: Server, counted: Counted) -> None:
         server.num_asked_tokens += counted.asked_tokens

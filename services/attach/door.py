@@ -283,9 +283,9 @@ class Door:
         self._send(Key(action.server, Half.SCHEDULER), have)
 
     async def _bring(self, action: Bring) -> None:
-        server, span, failure = self._core.servers[action.server], self._spans.fetch_begun(action), ""
+        span, failure = self._spans.fetch_begun(action), ""
         try:
-            await self._bringer.bring(action.hashes, action.hint, server.token_s, span.traceparent)
+            await self._bringer.bring(action, self._core, span.traceparent)
         except (TimeoutError, BusError) as error:
             failure = str(error) or "it took too long"
             log.info("blocks for server %s were not brought: %s", action.server, failure)

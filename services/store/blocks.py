@@ -5,7 +5,7 @@ them needs goes when room is needed, the least recently used first. What lies be
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +116,11 @@ class StoreMemory:
     def num_unwritten(self) -> int:
         return len(self._unwritten) + self._num_writing
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether there is something to write behind memory, or to delete there."""
+        return bool(self.num_unwritten or self._forgotten)
+
     def start_write(self, max_blocks: int) -> WriteBatch | None:
         """Return what to write next, if anything."""
         num_blocks = min(max_blocks, len(self._unwritten), self.back.max_values - self._num_writing)
@@ -150,6 +155,18 @@ class StoreMemory:
             else:
                 self._unwritten.append(each)
         self._forgotten += self.back.forget(None if tenant is None else mark_of(tenant))
+
+    def forget_blocks(self, hashes: Iterable[BlockHash], tenant: str) -> int:
+        """Give up these blocks of a tenant's, also behind memory (see `forget`). Return how many there were."""
+        num_forgotten = 0
+        for block_hash in hashes:
+            content, key = Content(tenant, block_hash), key_of(tenant, block_hash)
+            num_forgotten += self.holds(block_hash, tenant)
+            if (block := self.kept.block_of.get(content)) is not None:
+                self.kept.forget_block(block)
+            if self.back.drop(key):
+                self._forgotten.append(key)
+        return num_forgotten
 
     def take_forgotten(self) -> list[StoreKey]:
         """Return what was forgotten and lies behind memory."""

@@ -113,7 +113,7 @@ class Store:
             servers=self._guests.describe if self._guests is not None else tuple,
         )  # fmt: skip
         self.loader = Loader(memory, self._backing, tasks, self._on_changed, times)
-        self._unwritten = asyncio.Event()
+        self._behind = asyncio.Event()
         self._all_written = asyncio.Event()
         self._clockwork: list[asyncio.Task[None]] = []
 
@@ -202,10 +202,10 @@ class Store:
         return self.holder.decide(event, cause)
 
     def carried_out(self, event: Event, actions: Sequence[Action]) -> None:
-        """Publish what came and what went, and have written what waits for it."""
+        """Publish what came and what went, and have written, or deleted, what waits for it."""
         self.reporter.publish_blocks()
-        if self.memory.num_unwritten:
-            self._unwritten.set()
+        if self.memory.is_behind:
+            self._behind.set()
 
     def is_copying(self, hashes: Sequence[BlockHash], tenant: str) -> bool:
         """Return whether any of these blocks is being copied from another holder, or about to be."""
@@ -244,8 +244,10 @@ class Store:
 
     async def _write_behind(self, backing: Backing) -> None:
         while True:
-            await self._unwritten.wait()
-            self._unwritten.clear()
+            await self._behind.wait()
+            self._behind.clear()
+            if forgotten := self.memory.take_forgotten():
+                await backing.delete(forgotten)
             while (batch := self.memory.start_write(backing.batch_blocks)) is not None:
                 self._on_changed()  # what goes is published before it is gone
                 written = await backing.write_batch(batch)
@@ -259,7 +261,7 @@ class Store:
 
     async def _flush(self) -> None:
         """Wait, within bounds, until all is written that can be."""
-        if self._backing is None or not self._backing.is_up or not self.memory.num_unwritten:
+        if self._backing is None or not self._backing.is_up or not self.memory.is_behind:
             return
         self._all_written.clear()
         with contextlib.suppress(TimeoutError):

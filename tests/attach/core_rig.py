@@ -101,6 +101,12 @@ class CoreRig:
         self.save(server, slots, numbers)
         return dict(zip(numbers, slots, strict=True))
 
+    def take_in(self, number: int) -> None:
+        """Have a block here that no server here has saved."""
+        tables = self.memory.admit_spare(1, "", evicts=True)
+        assert tables is not None
+        self.memory.keep(tables, hashes_of(number))
+
     def is_kept(self, number: int) -> bool:
         return Content("", hashes_of(number)[0]) in self.memory.kept.block_of
 

@@ -47,6 +47,21 @@ def test_what_a_server_of_another_holder_computed_is_loaded(
     assert (ran.num_loaded, ran.answer) == (5 * SIZE, right), "at the first try"
 
 
+def test_a_server_whose_kv_differs_from_another_holder_s_does_not_begin_to_share(
+    holders: LiveHolders, paths: list[Path]
+) -> None:
+    with fake_server(paths[0], "a") as one:
+        one.await_proven()
+        one.run(prompt(8))
+        holders.await_located(prompt(8))  # what came before it, the canary, is known as well
+        with fake_server(paths[1], "b", wrong=1) as other:
+            assert "came from elsewhere" in other.await_off()
+        with fake_server(paths[1], "c") as third:
+            third.await_proven()
+            ran = third.run(prompt(8))
+            assert (ran.num_loaded, ran.answer) == (0, alone(paths[0], prompt(8))), "it believes no other holder now"
+
+
 def test_a_trace_shows_what_was_asked_fetched_and_loaded(servers: list[FakeServer], holders: LiveHolders) -> None:
     one, other = servers
     trace_id, mine = "ab" * 16, "cd" * 8

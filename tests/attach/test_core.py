@@ -307,7 +307,7 @@ def test_what_is_not_here_is_brought_and_the_question_answered_again() -> None:
     rig.fill(A, 1)
     actions = ask_more(rig, B, 7, 1, 2, 3, hint="attach-1")
     assert given(actions) == [(B, 7, 1, True)]
-    assert of_type(actions, Bring) == [Bring(B, 7, tuple(hashes_of(2, 3)), "attach-1")]
+    assert of_type(actions, Bring) == [Bring(B, 7, tuple(hashes_of(2, 3)), "attach-1", 0)]
     rig.fill(A, 2)
     assert given(rig.step(BringEnded(B, 7))) == [(B, 7, 2, False)]
     assert rig.step(BringEnded(B, 7)) == [], "once"
@@ -342,12 +342,24 @@ def test_what_ends_is_waited_for_no_more() -> None:
     assert rig.step(BringEnded(A, 1)) == rig.step(BringEnded(B, 1)) == []
 
 
-def test_canaries_and_comparisons_wait_for_nothing() -> None:
+def test_a_server_that_is_yet_to_prove_itself_has_only_what_is_to_be_compared_brought() -> None:
     rig = waiting_rig()
-    for use in (Use.COMPARE, Use.CONFUSED):
-        assert rig.ask(A, 1, 1, use=use) == ()
     rig.join("server-c")
-    assert given(ask_more(rig, "server-c", 1, 1)) == [("server-c", 1, 0, False)], "it is yet to prove itself"
+    for use, has_more in ((Use.LOAD, False), (Use.CONFUSED, False), (Use.COMPARE, True)):
+        actions = rig.send("server-c", Ask(1, join_hashes(hashes_of(1)), use))
+        assert given(actions) == [("server-c", 1, 0, has_more)]
+        assert len(of_type(actions, Bring)) == has_more
+
+
+def test_a_block_from_elsewhere_that_differs_ends_all_that_is_from_elsewhere() -> None:
+    rig = waiting_rig()
+    rig.fill(A, 1)
+    for number in (2, 3):
+        rig.take_in(number)
+    turned = of_type(rig.send(B, Compared(hashes_of(2)[0], 0.5, is_same=False)), TurnedOff)
+    assert [each.server for each in turned] == [B] and "elsewhere" in turned[0].reason
+    assert [rig.is_kept(number) for number in (1, 2, 3)] == [True, False, False]
+    assert given(ask_more(rig, A, 1, 1, 2)) == [(A, 1, 1, False)], "nothing more is brought"
 
 
 # Whatever comes, in whatever order.

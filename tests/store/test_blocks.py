@@ -482,6 +482,26 @@ def test_what_is_one_tenants_is_lent_to_no_other(tier: str) -> None:
     assert isinstance(granted, Grant) and granted.tenant == "acme"
 
 
+def test_blocks_that_are_forgotten_go_behind_memory_too() -> None:
+    memory = make_memory()
+    pull(memory, 1)
+    batch = memory.start_write(1)
+    assert batch is not None
+    assert memory.end_write(batch, batch.keys) == []
+    pull(memory, 2, 3, 4)
+    batch = memory.start_write(1)
+    assert batch is not None and [each.content.block_hash for each in batch.blocks] == hashes_of(2)
+    assert memory.forget_blocks(hashes_of(1, 2, 3, 9), "") == 3
+    assert memory.is_behind and memory.take_forgotten() == [key_of("", hash_of(1))]
+    # What is being written then, or waits for it, is deleted once it is written.
+    assert memory.end_write(batch, batch.keys) == [key_of("", hash_of(2))]
+    batch = memory.start_write(2)
+    assert batch is not None
+    assert memory.end_write(batch, batch.keys) == [key_of("", hash_of(3))]
+    assert not memory.is_behind and [number for number in range(1, 5) if memory.holds(hash_of(number), "")] == [4]
+    memory.check_integrity()
+
+
 def test_what_was_on_its_way_while_all_was_forgotten_is_not_kept() -> None:
     memory = make_memory(num_blocks=4)
     blocks = memory.allocate_up_to(2)
