@@ -340,6 +340,13 @@ class AttachConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whose the blocks of all attached servers are."""
     canary_s: Annotated[float, msgspec.Meta(ge=10)] = 600.0
     """So often a server that shares proves itself again."""
+    prefix_port: Annotated[
+        int,
+        msgspec.Meta(ge=-1, le=65_535),
+        Flag("--prefix-port", "Port where routers ask what is held of a prompt (/v1/kv/prefix)."),
+    ] = -1
+    """0 finds a port, -1: nowhere. Whoever asks learns whether somebody has sent a prompt."""
+    prefix_host: str = "127.0.0.1"
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

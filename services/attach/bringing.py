@@ -43,11 +43,10 @@ class Bringer:
         """Bring the leading run of the blocks that are asked for, as far as somebody has it and reading it is quicker
         than computing it. Ends early where nobody asks any more. Raises TimeoutError, BusError."""
         hashes, until_s = asked.hashes, time.monotonic() + asked.wait_ms / 1000
-        token_s = core.servers[asked.server].token_s
         async with asyncio.timeout(self._times.fetch_s + asked.wait_ms / 1000):
             num_here = await self._load(hashes)
             while (rest := hashes[num_here:]) and core.is_waiting(asked.server, asked.number):
-                await self._fetch(rest, asked.hint, token_s, traceparent)
+                await self._fetch(rest, asked.hint, core.servers[asked.server].token_s, traceparent)
                 # Whoever sent the hint may have been quicker than the blocks.
                 num_here = self._store.memory.num_leading(hashes, self._tenant)
                 if time.monotonic() >= until_s:

@@ -517,6 +517,11 @@ class AttachCore:
             actions += self._start_canary(name, now_ms)
         return actions
 
+    def num_leading(self, hashes: Sequence[BlockHash], tenant: str) -> int:
+        """Return how many blocks of this run, from its first on, are in memory or behind it."""
+        holds = self._memory.holds
+        return next((at for at, each in enumerate(hashes) if not holds(each, tenant)), len(hashes))
+
     def is_waiting(self, server: str, number: int) -> bool:
         """Return whether a question is still to be answered once more."""
         return server in self.servers and number in self.servers[server].waiting

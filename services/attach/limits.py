@@ -14,6 +14,10 @@ RATED_BLOCKS = 4
 """A step that fills fewer blocks says nothing of how quickly prompts are computed."""
 MAX_TRACED = 4_096
 """Questions of which it is known in which trace their spans are: the last ones."""
+MAX_PREFIX_BYTES = 8 << 20
+"""Of a router's question."""
+MAX_PREFIX_CONNECTIONS = 256
+"""Of routers, at a time."""
 PURSES_SHARE = 8
 """Of the arena's blocks, one in so many may lie empty in the servers' purses, all of them together."""
 MAX_UNSENT_BYTES = 8 << 20

@@ -18,12 +18,14 @@ from services.attach.bringing import Bringer
 from services.attach.connector.identity import layout_of
 from services.attach.core import AttachCore
 from services.attach.door import Door, Listener, bound_socket
+from services.attach.prefix import Prefixes, served
 from services.bus.base import Bus
 from services.config import AttachConfig, MeshConfig, state_dir
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.metrics import Metrics
+from services.ports import bind
 from services.runtime import ended_before
 from services.store.load import check_memory, make_parts
 from services.store.service import Guests, Store, run_store
@@ -35,18 +37,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AttachParts:
-    """What is made before the event loop. `sock` listens already; it goes with `held`."""
+    """What is made before the event loop. `sock` and `prefix_sock`, where routers ask, listen already; they go with
+    `held`."""
 
     name: str
     checkpoint: Checkpoint
     credentials: HolderCredentials
     sock: socket.socket
     held: contextlib.ExitStack
+    prefix_sock: socket.socket | None = None
 
 
 def load_attach(config: MeshConfig, name: str) -> AttachParts:
-    """Take the socket, and read what the model is. Raises UserError: another holder has the socket, too little memory,
-    no such checkpoint."""
+    """Take the sockets, and read what the model is. Raises UserError: another holder has the socket, a port is in use,
+    too little memory, no such checkpoint."""
     credentials = holder_credentials(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), "vllm")
     check_memory(config.store)
@@ -56,7 +60,12 @@ def load_attach(config: MeshConfig, name: str) -> AttachParts:
         raise UserError(str(error)) from error
     held = contextlib.ExitStack()
     sock = held.enter_context(bound_socket(socket_path(config.attach)))
-    return AttachParts(name=name, checkpoint=checkpoint, credentials=credentials, sock=sock, held=held)
+    prefix_sock, attach = None, config.attach
+    if attach.prefix_port >= 0:
+        prefix_sock = held.enter_context(bind(attach.prefix_host, attach.prefix_port))
+    return AttachParts(
+        name=name, checkpoint=checkpoint, credentials=credentials, sock=sock, held=held, prefix_sock=prefix_sock
+    )
 
 
 def socket_path(settings: AttachConfig) -> Path:
@@ -78,7 +87,11 @@ async def run_attach(
     times = config.times.attach
     listener = Listener(lambda hello: refusal(parts.checkpoint, config.attach.tenant, hello), times)
     server = await asyncio.start_unix_server(listener.serve_half, sock=parts.sock)
+    prefixes = Prefixes(config.attach.tenant)
+    serving = contextlib.AsyncExitStack()
     try:
+        if parts.prefix_sock is not None:
+            await serving.enter_async_context(served(prefixes, parts.prefix_sock, config))
         if on_ready is not None:
             on_ready()
         if not await ended_before(stop, listener.first_server()):
@@ -99,11 +112,13 @@ async def run_attach(
 
         def make_guests(store: Store) -> Guests:
             core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s), times, brings=True)
+            prefixes.open(core, identity)
             bringer = Bringer(store, store.bus, config.attach.tenant, times)
             return Door(listener, core, store, store_parts.values.contents, bringer, times).guests
 
         await run_store(config, store_parts, connection, telemetry, stop, None, metrics, make_guests)
     finally:
+        await serving.aclose()
         server.close()
         await listener.close()
         parts.held.close()

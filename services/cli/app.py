@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from schemas.permissions import ALL
 from services.cli.bench import bench
-from services.cli.flags import launch_of, taking_flags
+from services.cli.flags import launch_of, taking_all_flags, taking_flags
 from services.cli.simulate import simulate
 from services.config import EngineName, parse_list
 from services.ending import leaving_at_once
@@ -57,7 +57,7 @@ RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "ag
 
 
 @app.command()
-@taking_flags
+@taking_all_flags
 def up(**flags: Any) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
     from services.cli.up import run_up
@@ -93,13 +93,10 @@ def serve(
 
 
 @app.command()
+@taking_flags("model", "memory_gib", "keys", "socket", "store", "store_dir", "store_mib", "prefix_port", "otlp")
 def attach(
-    model: Annotated[str, typer.Option(help="The checkpoint that the servers serve; the demo model if left out.")] = "",
-    memory_gib: Annotated[int, typer.Option(min=1, help="Memory for KV, in GiB.")] = 1,
     bus: Annotated[str, typer.Option(help="URL of the mesh's NATS server.")] = "nats://127.0.0.1:4222",
-    keys: Annotated[str, typer.Option(help="Folder of the keys (`kvmesh bus-config`); none: the server is open.")] = "",
     id: Annotated[str, typer.Option("--id", help="The holder's name; attach and the host's name if left out.")] = "",
-    socket: Annotated[str, typer.Option(help="Where servers attach; attach.sock in the state folder.")] = "",
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print what `vllm serve --kv-transfer-config` gets, and end.")
     ] = False,
@@ -108,18 +105,19 @@ def attach(
     wheel: Annotated[
         Path | None, typer.Option(help="Write the wheel for the server's environment here, and end.")
     ] = None,
+    **flags: Any,
 ) -> None:
     """Hold KV for the `vllm serve` processes of this host."""
-    from services.cli.attach import AttachOptions, run_attach, run_print_config, run_wheel
+    from services.cli.attach import run_attach, run_print_config, run_wheel
 
-    options = AttachOptions(model, memory_gib, bus, keys, id, socket)
+    launch = launch_of({"attach": True} | flags)
     if wheel is not None:
         run_wheel(wheel)
     elif print_config:
-        run_print_config(options, url, api_key_file)
+        run_print_config(launch.config.attach, url, api_key_file)
     else:
         with leaving_at_once():
-            run_attach(options)
+            run_attach(launch, bus, id)
 
 
 @app.command()

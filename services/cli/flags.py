@@ -1,4 +1,4 @@
-"""The flags of `kvmesh up`: made of the settings' declarations, and what is started by them."""
+"""The flags of `kvmesh up` and `kvmesh attach`: made of the settings' declarations, and what is started by them."""
 
 import inspect
 import math
@@ -25,9 +25,20 @@ FLAGS: dict[str, tuple[Setting, Flag]] = {
 FLAGS_BY_PATH = {setting.path: flag.name for setting, flag in FLAGS.values()}
 
 
-def taking_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the parameters of `kvmesh up`: it gets the value of each flag by its name, None where it is left
-    out."""
+def taking_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these flags beside the parameters of its own: it gets the value of each by its name, None where it
+    is left out."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters.values()
+        parameters = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        return _with_parameters(command, [*parameters, *(_parameter(name, *FLAGS[name]) for name in names)])
+
+    return decorate
+
+
+def taking_all_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the parameters of `kvmesh up`."""
     parameters = [_parameter(name, setting, flag) for name, (setting, flag) in FLAGS.items()]
     option = typer.Option(
         "--api-key",
@@ -38,6 +49,10 @@ def taking_flags(command: Callable[..., None]) -> Callable[..., None]:
     at = next(at for at, parameter in enumerate(parameters) if parameter.name == "tenants")
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters.insert(at, inspect.Parameter(API_KEY, kind, default=None, annotation=Annotated[str | None, option]))
+    return _with_parameters(command, parameters)
+
+
+def _with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -103,7 +118,7 @@ def _attached(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what there is in place of workers where servers attach. Raises UserError."""
     if not values.get("attach"):
         return {}
-    workers = ("num_prefill", "num_decode", "num_aggregated", "num_gateways", "store", "devices")
+    workers = ("num_prefill", "num_decode", "num_aggregated", "num_gateways", "devices")
     of_them = ("config.engine.", "config.gateway.")
     if beside := sorted(FLAGS_BY_PATH[path] for path in values if path in workers or path.startswith(of_them)):
         raise UserError(f"--attach starts no workers and no gateway: leave out {', '.join(beside)}")

@@ -186,7 +186,7 @@ class Supervisor:
         # Check policy, store, checkpoint, devices and ports in turn: the first that cannot work ends the start.
         launch = self._launch
         policy_named(launch.config.scheduler)
-        await asyncio.to_thread(_check_store, _store_config(launch))
+        await asyncio.to_thread(check_store, store_config(launch))
         engine = "vllm" if launch.attach else launch.config.engine.name
         self.checkpoint = read_checkpoint(launch.config.model.path or str(DEMO_MODEL_DIR), engine)
         self.devices = await self._plan_devices()
@@ -352,7 +352,7 @@ class Supervisor:
         """Return the configuration that the services read, but for the broker's address. Raises UserError."""
         assert self.checkpoint is not None
         asked = apply_environment(self._launch.config)
-        store, num_workers = _store_config(self._launch), max(1, len(self._launch.workers))
+        store, num_workers = store_config(self._launch), max(1, len(self._launch.workers))
         filled_in = {
             "nats.keys": str(self.keys_dir),
             "model.path": self.checkpoint.path,
@@ -455,7 +455,7 @@ def _content_secret() -> str:
         raise UserError(f"{path}, the secret of the store's blocks, cannot be used: {error.strerror}") from error
 
 
-def _store_config(launch: Launch) -> StoreConfig:
+def store_config(launch: Launch) -> StoreConfig:
     """Return the store's configuration. Raises UserError for an unknown kind of store.
 
     The disk tier is kept beside the run folder, which every start empties: it outlives the mesh.
@@ -468,7 +468,7 @@ def _store_config(launch: Launch) -> StoreConfig:
     return changed(store, {"url": url, "path": store.path or str(state_dir() / "store")})
 
 
-def _check_store(store: StoreConfig) -> None:
+def check_store(store: StoreConfig) -> None:
     """Raises UserError where the store's server does not answer: before anything is started."""
     if _is_server_url(store.url):
         ValkeyTier(store.url, "", 0, timeout_s=store.timeout_ms / 1000, ttl_s=store.ttl_s).close()

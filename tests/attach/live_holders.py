@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dataplane.addresses import IPV4_LOOPBACK
 from schemas import subjects
 from schemas.attach import KVIdentity
 from schemas.block import BlockHasher, join_hashes
@@ -15,12 +16,14 @@ from schemas.ids import RequestId
 from schemas.observe import DescribeWorker, WorkerDescribed
 from services.attach.connector.identity import layout_of
 from services.attach.door import bound_socket
+from services.attach.prefix import PATH
 from services.attach.service import AttachParts, run_attach
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
 from services.config import AttachConfig, MeshConfig, StoreConfig, WorkerConfig, at_scale
 from services.directory.service import run_directory
 from services.engine.checkpoint import Checkpoint
+from services.ports import bind
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.telemetry import ListExporter, SpanRecord, Telemetry
@@ -39,7 +42,14 @@ class LiveHolders:
     """Several on one bus, each with a socket of its own, beside a scheduler and a directory. `num_blocks`: of each
     arena. `spans`: what all of them have recorded. `stop` them once."""
 
-    def __init__(self, *paths: Path, num_blocks: int = 64, identity: KVIdentity = IDENTITY, **store: Any) -> None:
+    def __init__(
+        self,
+        *paths: Path,
+        num_blocks: int = 64,
+        identity: KVIdentity = IDENTITY,
+        with_prefixes: bool = False,
+        **store: Any,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._broker = MemoryBroker()
         self._stop = asyncio.Event()
@@ -59,14 +69,22 @@ class LiveHolders:
                 )
             )
             held = contextlib.ExitStack()
+            prefix_sock = held.enter_context(bind(IPV4_LOOPBACK, 0)) if with_prefixes else None
             sock = held.enter_context(bound_socket(path))
             parts = AttachParts(
-                name=name, checkpoint=checkpoint_of(identity), credentials=CREDENTIALS, sock=sock, held=held
-            )
+                name=name, checkpoint=checkpoint_of(identity), credentials=CREDENTIALS, sock=sock, held=held,
+                prefix_sock=prefix_sock,
+            )  # fmt: skip
             self._parts[name] = (config, parts)
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run()), daemon=True)
         self._thread.start()
         assert self._is_ready.wait(PATIENCE_S)
+
+    def prefix_url(self, name: str = NAME) -> str:
+        """Return where routers ask."""
+        sock = self._parts[name][1].prefix_sock
+        assert sock is not None
+        return f"http://{IPV4_LOOPBACK}:{sock.getsockname()[1]}{PATH}"
 
     def describe(self, name: str = NAME) -> WorkerDescribed:
         """Return what a holder says of itself to whoever asks on the bus."""

@@ -141,7 +141,7 @@ class SchedulerHalf:
         is_canary = own is not None and own.canary == welcome.canary
         if not (is_proven or is_canary):
             return self._counts.miss(NotSaved.OFF)
-        salt = CANARY_SALT if is_canary else SALT + request.cache_salt if request.cache_salt else ""
+        salt = CANARY_SALT if is_canary else hash_salt(request.cache_salt)
         hasher = BlockHasher(self._size, model_fingerprint=self._fingerprint, tenant=salt)
         self._last_number += 1
         one = Shared(
@@ -315,6 +315,11 @@ class SchedulerHalf:
     def _sampled(self, name: str) -> Use:
         """Return the use of what is found of a request: the same whenever it is asked."""
         return Use.COMPARE if zlib.crc32(name.encode()) % self._check_every == 0 else Use.LOAD
+
+
+def hash_salt(cache_salt: str | None) -> str:
+    """Return what the hashes of a request's blocks are salted with."""
+    return SALT + cache_salt if cache_salt else ""
 
 
 def _nothing(one: Shared) -> Have:
