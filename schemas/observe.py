@@ -75,8 +75,9 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 
 class AttachedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is attached to a holder (`docs/attach.md`). `sharing`: proving, on or off, and `why`. `not_saved`:
-    why blocks or requests were not shared, each with their number, for people. `num_held`: blocks that are pinned for
-    it, or empty and its own."""
+    why blocks or requests were not shared, each with their number, for people. `num_brought_blocks`: that were brought
+    for it from elsewhere. `num_held`: blocks that are pinned for it, or empty and its own. `canary`: how its last one
+    went."""
 
     server: str
     model: str
@@ -85,10 +86,12 @@ class AttachedServer(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     num_asked_tokens: Number = 0
     num_loaded_tokens: Number = 0
+    num_brought_blocks: Number = 0
     num_saved_blocks: Number = 0
     num_compared: Number = 0
     num_refused: Number = 0
     num_held: Number = 0
+    canary: str = ""
     not_saved: tuple[str, ...] = ()
 
 

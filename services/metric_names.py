@@ -33,7 +33,7 @@ STRANDED: Labels = (LeaseEnd.READER_LEFT, LeaseEnd.SILENT, LeaseEnd.EXPIRED)
 """Ends of a lease that its reader did not cause: until then its blocks were held for nothing."""
 REASONS: Labels = tuple(RefusalReason)
 ATTACH_TOKEN_KINDS: Labels = ("asked", "loaded")
-ATTACH_BLOCK_KINDS: Labels = ("saved", "compared", "damaged")
+ATTACH_BLOCK_KINDS: Labels = ("saved", "brought", "compared", "damaged")
 
 _MESSAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _PART_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -262,7 +262,7 @@ ATTACH_TOKENS = MetricName(
     (ATTACH_TOKEN_KINDS,), roles=ATTACH, is_own=True,
 )  # fmt: skip
 ATTACH_BLOCKS = MetricName(
-    "counter", "kvmesh_attach_blocks", "Blocks that they saved, that they compared, that they found damaged", ("what",),
+    "counter", "kvmesh_attach_blocks", "Blocks that they saved, had brought, compared, found damaged", ("what",),
     (ATTACH_BLOCK_KINDS,), roles=ATTACH, is_own=True,
 )  # fmt: skip
 ATTACH_NOT_SHARED = MetricName(

@@ -41,17 +41,21 @@ class Bringer:
 
     async def bring(self, asked: Bring, core: AttachCore, traceparent: str) -> None:
         """Bring the leading run of the blocks that are asked for, as far as somebody has it and reading it is quicker
-        than computing it. Ends early where nobody asks any more. Raises TimeoutError, BusError."""
+        than computing it. Ends early where nobody asks any more. Raises TimeoutError, BusError: some may have come."""
         hashes, until_s = asked.hashes, time.monotonic() + asked.wait_ms / 1000
         async with asyncio.timeout(self._times.fetch_s + asked.wait_ms / 1000):
             num_here = await self._load(hashes)
             while (rest := hashes[num_here:]) and core.is_waiting(asked.server, asked.number):
                 await self._fetch(rest, asked.hint, core.servers[asked.server].token_s, traceparent)
                 # Whoever sent the hint may have been quicker than the blocks.
-                num_here = self._store.memory.num_leading(hashes, self._tenant)
+                num_here = self.num_here(asked)
                 if time.monotonic() >= until_s:
                     return
                 await asyncio.sleep(self._times.hint_retry_s)
+
+    def num_here(self, asked: Bring) -> int:
+        """Return how many of these blocks are here now."""
+        return self._store.memory.num_leading(asked.hashes, self._tenant)
 
     async def _load(self, hashes: Sequence[BlockHash]) -> int:
         """Bring what lies behind memory. Return how many blocks of the run are in memory then."""

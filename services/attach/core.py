@@ -103,14 +103,15 @@ class HalfSent(OwnersEvent):
 
 @dataclass(frozen=True, slots=True)
 class BringEnded(OwnersEvent):
-    """What could be brought for a question is here."""
+    """What could be brought for a question is here: so many blocks."""
 
     server: str
     number: int
+    num_blocks: int
 
     @property
     def about(self) -> str:
-        return f"{self.server} {self.number}"
+        return f"{self.server} {self.number}: {self.num_blocks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +236,11 @@ class Server:
     """How long it computes at a token of a prompt; 0: that is not known yet."""
     canary_ms: int | None = 0
     """When its canary is to run (again); None: it runs."""
+    canary: str = ""
+    """How its last canary went."""
     num_asked_tokens: int = 0
     num_loaded_tokens: int = 0
+    num_brought_blocks: int = 0
     num_saved_blocks: int = 0
     num_compared: int = 0
     num_refused: int = 0
@@ -379,6 +383,8 @@ class AttachCore:
     def _bring_ended(self, event: BringEnded, now_ms: int) -> list[Action]:
         server = self.servers.get(event.server)
         waiting = server.waiting.get(event.number) if server is not None else None
+        if server is not None:
+            server.num_brought_blocks += event.num_blocks
         if server is None or waiting is None:
             return []
         waiting.is_bringing = False
@@ -493,6 +499,7 @@ class AttachCore:
         server = self.servers.get(event.server)
         if server is None or server.sharing is Sharing.OFF:
             return []
+        server.canary = event.detail
         match event.proof:
             case Proof.WRONG:
                 return self._turn_off([event.server], event.detail)

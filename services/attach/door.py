@@ -289,8 +289,10 @@ class Door:
         except (TimeoutError, BusError) as error:
             failure = str(error) or "it took too long"
             log.info("blocks for server %s were not brought: %s", action.server, failure)
-        span.end(error=failure)
-        self._store.step(BringEnded(action.server, action.number), "attach")
+        num_blocks = self._bringer.num_here(action)
+        self._spans.fetch_ended(span, num_blocks, failure)
+        self._measured.brought(num_blocks)
+        self._store.step(BringEnded(action.server, action.number, num_blocks), "attach")
 
     def _known_digest(self, block: int) -> bytes:
         known = self._digests.get(block)

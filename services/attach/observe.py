@@ -41,6 +41,10 @@ class AttachMetrics:
             case _:
                 pass
 
+    def brought(self, num_blocks: int) -> None:
+        """Count what was brought for a question."""
+        self._metrics.inc(names.ATTACH_BLOCKS, "brought", by=num_blocks)
+
     def turned_off(self) -> None:
         """Count a server that was found wrong."""
         self._metrics.inc(names.ATTACH_MISMATCHES)
@@ -84,8 +88,10 @@ class AskSpans:
 
     def fetch_begun(self, bring: Bring) -> OpenSpan:
         parent = self._parents.get((bring.server, bring.number), "")
-        attributes = {Key.SERVER: bring.server, Key.NUM_BLOCKS: len(bring.hashes)}
-        return self._telemetry.begin_span(SpanName.ATTACH_FETCH, parent, attributes)
+        return self._telemetry.begin_span(SpanName.ATTACH_FETCH, parent, {Key.SERVER: bring.server})
+
+    def fetch_ended(self, span: OpenSpan, num_blocks: int, failure: str) -> None:
+        span.end({Key.NUM_BLOCKS: num_blocks}, failure)
 
     def loaded(self, server: str, load: Loaded) -> None:
         """A load has just ended."""
@@ -106,9 +112,11 @@ def _described(name: str, server: Server) -> AttachedServer:
         why=server.why,
         num_asked_tokens=server.num_asked_tokens,
         num_loaded_tokens=server.num_loaded_tokens,
+        num_brought_blocks=server.num_brought_blocks,
         num_saved_blocks=server.num_saved_blocks,
         num_compared=server.num_compared,
         num_refused=server.num_refused,
         num_held=server.num_held,
+        canary=server.canary,
         not_saved=tuple(f"{reason} {number}" for reason, number in sorted(server.not_saved.items())),
     )

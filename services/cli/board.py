@@ -8,6 +8,7 @@ from schemas import observe
 from schemas.handoff import KVLanded
 from schemas.ids import WorkerId
 from schemas.message import Message
+from schemas.observe import AttachedServer
 from schemas.worker import WorkerLeft, WorkerLoad
 from services.cli.limits import FORGET_AFTER_S, MAX_TTFTS, OPEN_REQUEST_MAX_S, RATE_WINDOW_S, SILENT_AFTER_S
 
@@ -49,6 +50,10 @@ class Board:
     is_ready: bool = False
     loads: dict[WorkerId, tuple[float, WorkerLoad]] = field(default_factory=dict[WorkerId, tuple[float, WorkerLoad]])
     pairs: dict[tuple[WorkerId, WorkerId], Traffic] = field(default_factory=dict[tuple[WorkerId, WorkerId], Traffic])
+    servers: dict[WorkerId, tuple[AttachedServer, ...]] = field(
+        default_factory=dict[WorkerId, tuple[AttachedServer, ...]]
+    )
+    """By holder, those that are attached to it."""
     ends: Counter[str] = field(default_factory=Counter[str])
     """Ended requests by outcome: finished, cancelled, failed."""
     failures: Counter[str] = field(default_factory=Counter[str])

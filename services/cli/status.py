@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Iterable
 
 import msgspec
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Column, Table
 
 from schemas import subjects
 from schemas.ids import is_subject_token
-from schemas.observe import DescribeWorker, WorkerDescribed
+from schemas.observe import AttachedServer, DescribeWorker, WorkerDescribed
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
@@ -90,31 +91,40 @@ def _print_worker(described: WorkerDescribed, *, as_json: bool) -> None:
     for lease in described.leases:
         times = (f"{lease.age_ms / 1000:.1f}", f"{lease.left_ms / 1000:.1f}")
         leases.add_row(lease.lease_id, lease.reader, str(lease.num_blocks), *times)
-    headings = ("asked", "loaded", "saved", "compared", "damaged", "held")
-    servers = Table(
-        "server", "shares", *(Column(each, justify="right") for each in headings), box=None, padding=(0, 1, 0, 0)
-    )
-    for each in described.servers:
-        counts = (
-            each.num_asked_tokens, each.num_loaded_tokens, each.num_saved_blocks, each.num_compared, each.num_refused,
-            each.num_held,
-        )  # fmt: skip
-        servers.add_row(each.server, each.sharing, *map(str, counts))
+    servers = servers_table(described.servers)
     console.print(f"{described.num_requests} requests, {described.num_leases} leases")
     for table in (requests, leases, servers):
         if table.row_count:
             console.print(table)
     # Below: why a server does not share, and what of it was not shared.
     for each in described.servers:
-        if each.why:
-            console.print(f"{each.server} at {each.url or 'no url'}: {each.why}", soft_wrap=True)
+        if said := each.why or each.canary:
+            console.print(f"{each.server} at {each.url or 'no url'}: {said}", soft_wrap=True)
         if each.not_saved:
             console.print(f"{each.server} did not share: {', '.join(each.not_saved)}", soft_wrap=True)
     for line in described.last_steps:
         console.print(line, soft_wrap=True)
 
 
+def servers_table(servers: Iterable[AttachedServer]) -> Table:
+    """Return the table of attached servers, at most 80 columns wide. `asked`, `loaded`: tokens; the rest: blocks."""
+    headings = ("asked", "loaded", "brought", "saved", "compared", "damaged", "held")
+    table = Table(
+        "server", "shares", *(Column(each, justify="right") for each in headings), box=None, padding=(0, 1, 0, 0)
+    )
+    for each in servers:
+        counts = (
+            each.num_asked_tokens, each.num_loaded_tokens, each.num_brought_blocks, each.num_saved_blocks,
+            each.num_compared, each.num_refused, each.num_held,
+        )  # fmt: skip
+        name = each.server if len(each.server) <= SHOWN_CHARS else each.server[: SHOWN_CHARS - 1] + "…"
+        table.add_row(name, each.sharing, *map(str, counts))
+    return table
+
+
 CPU = "cpu"
+SHOWN_CHARS = 16
+"""Of a server's name, which is a long random one unless its user gives one."""
 BLOCK_STATES = ("free", "cached", "leased", "total")
 
 

@@ -14,7 +14,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from schemas import subjects
+from schemas.ids import WorkerId
 from schemas.message import Message
+from schemas.observe import AttachedServer, DescribeWorker
 from schemas.subjects import Subject
 from schemas.worker import BlockCounts, DescribeFleet, WorkerLoad
 from services.bus.base import BusError
@@ -22,6 +24,7 @@ from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.cli.board import PHASES, Board
 from services.cli.limits import ASK_INTERVAL_S, ASK_TIMEOUT_S, FRAME_INTERVAL_S, ONE_FRAME_AFTER_S, RATE_WINDOW_S
+from services.cli.status import servers_table
 from services.runtime import now_ms
 from services.trust.keys import BusAccess
 
@@ -82,7 +85,8 @@ async def _listen(bus: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None
 
 
 async def _ask(bus: TypedBus, board: Board) -> None:
-    """Ask the scheduler for the policy and whether a request could be placed, which no worker publishes."""
+    """Ask the scheduler for the policy and whether a request could be placed, and holders for the servers that are
+    attached, which nobody publishes."""
     while True:
         try:
             fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), ASK_TIMEOUT_S)
@@ -90,7 +94,16 @@ async def _ask(bus: TypedBus, board: Board) -> None:
             board.policy, board.is_ready = "", False
         else:
             board.policy, board.is_ready = fleet.policy, fleet.ready
+        stores = [worker_id for worker_id, (_, load) in board.loads.items() if load.worker.role == "store"]
+        board.servers = {worker_id: await _servers_of(bus, worker_id) for worker_id in stores}
         await asyncio.sleep(ASK_INTERVAL_S)
+
+
+async def _servers_of(bus: TypedBus, worker_id: WorkerId) -> tuple[AttachedServer, ...]:
+    try:
+        return (await bus.ask(subjects.WORKER_STATUS, (worker_id,), DescribeWorker(), ASK_TIMEOUT_S)).servers
+    except BusError:
+        return ()
 
 
 async def _sleep_or(stop: asyncio.Event, seconds: float) -> None:
@@ -109,6 +122,8 @@ def frame(board: Board, now_s: float, nats_url: str) -> RenderableType:
         _workers(workers),
         _legend(),
     ]
+    if servers := [server for of_holder in board.servers.values() for server in of_holder]:
+        parts += [Text(), servers_table(servers)]
     if board.pairs:
         parts += [Text(), _transfers(board, now_s)]
     loads = [load for load, _ in workers]

@@ -309,8 +309,9 @@ def test_what_is_not_here_is_brought_and_the_question_answered_again() -> None:
     assert given(actions) == [(B, 7, 1, True)]
     assert of_type(actions, Bring) == [Bring(B, 7, tuple(hashes_of(2, 3)), "attach-1", 0)]
     rig.fill(A, 2)
-    assert given(rig.step(BringEnded(B, 7))) == [(B, 7, 2, False)]
-    assert rig.step(BringEnded(B, 7)) == [], "once"
+    assert given(rig.step(BringEnded(B, 7, 0))) == [(B, 7, 2, False)]
+    assert rig.step(BringEnded(B, 7, 1)) == [], "once"
+    assert rig.core.servers[B].num_brought_blocks == 1
     rig.send(B, Release(7))
     assert rig.core.servers[B].num_held == 0
 
@@ -318,7 +319,7 @@ def test_what_is_not_here_is_brought_and_the_question_answered_again() -> None:
 def test_what_another_server_is_about_to_save_is_waited_for() -> None:
     rig = waiting_rig()
     ask_more(rig, B, 7, 1, 2, wait_ms=1_000)
-    assert given(rig.step(BringEnded(B, 7))) == [], "it may still be saved"
+    assert given(rig.step(BringEnded(B, 7, 0))) == [], "it may still be saved"
     (slot,) = rig.want(A, 1)
     assert given(rig.save(A, [slot], [1])) == []
     (slot,) = rig.want(A, 1)
@@ -328,7 +329,7 @@ def test_what_another_server_is_about_to_save_is_waited_for() -> None:
 def test_a_wait_is_over_by_its_time() -> None:
     rig = waiting_rig()
     ask_more(rig, B, 7, 1, wait_ms=10_000_000)
-    rig.step(BringEnded(B, 7))
+    rig.step(BringEnded(B, 7, 0))
     rig.now_ms += round(1000 * AttachTimes().handoff_wait_max_s)
     assert given(rig.step(TimePassed())) == [(B, 7, 0, False)]
 
@@ -339,7 +340,7 @@ def test_what_ends_is_waited_for_no_more() -> None:
     ask_more(rig, B, 1, 1)
     rig.send(A, Release(1))
     rig.leave(B, Half.SCHEDULER)
-    assert rig.step(BringEnded(A, 1)) == rig.step(BringEnded(B, 1)) == []
+    assert rig.step(BringEnded(A, 1, 0)) == rig.step(BringEnded(B, 1, 0)) == []
 
 
 def test_a_server_that_is_yet_to_prove_itself_has_only_what_is_to_be_compared_brought() -> None:
@@ -409,7 +410,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(server=SERVERS, number=st.integers(0, 5))
     def brought(self, server: str, number: int) -> None:
-        self.rig.step(BringEnded(server, number))
+        self.rig.step(BringEnded(server, number, 0))
 
     @rule(server=SERVERS, number=st.integers(0, 5))
     def release(self, server: str, number: int) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from schemas import observe as story
 from schemas.handoff import KVLanded
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
+from schemas.observe import AttachedServer
 from schemas.worker import BlockCounts, LeftReason, TransferRate, WorkerLeft, WorkerLoad, WorkerRates
 from services.cli.board import Board
 from services.cli.limits import FORGET_AFTER_S, RATE_WINDOW_S, SILENT_AFTER_S
@@ -53,6 +54,18 @@ def busy() -> Board:
     board.add_message(told(story.RequestFailed, 7, code="overloaded", detail="", status=429, num_tokens=0), 9.0, NOW_MS)
     board.add_message(landed(5 * 2**20), 9.0, NOW_MS)
     return board
+
+
+def test_attached_servers_have_a_row_each() -> None:
+    board = busy()
+    servers = [AttachedServer(server=name, model="m", url="", sharing="on") for name in ("a" * 36, "b")]
+    board.servers = {WorkerId("attach-0"): tuple(servers)}
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as drawn:
+        console.print(frame(board, 10.0, "nats://x"))
+    rows = [line for line in drawn.get().splitlines() if " on " in line]
+    assert [row.split()[0] for row in rows] == ["a" * 15 + "…", "b"]
+    assert max(map(len, drawn.get().splitlines())) <= 80
 
 
 def test_requests_are_where_their_story_says() -> None:
