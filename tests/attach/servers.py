@@ -131,10 +131,11 @@ class VllmServer:
 
 @dataclass
 class Holder:
-    """`kvmesh up --attach` in a folder."""
+    """`kvmesh up --attach` in a folder. `arguments`: more of its flags."""
 
     folder: Path
     memory_gib: int = 1
+    arguments: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -150,7 +151,7 @@ class Holder:
         log_path = self.folder / "up.log"
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--memory-gib", str(self.memory_gib)], stdout=log, stderr=subprocess.STDOUT,
+                [*command, "--memory-gib", str(self.memory_gib), *self.arguments], stdout=log, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, env=self.environment,
             )  # fmt: skip
         wait_until(lambda: "kvmesh is up" in log_path.read_text())
@@ -159,6 +160,7 @@ class Holder:
         if self.process is not None:
             self.process.terminate()
             self.process.wait(60)
+            (self.folder / "up.log").unlink()
 
     @property
     def pid(self) -> int:

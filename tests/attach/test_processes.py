@@ -1,5 +1,6 @@
 """`kvmesh up --attach` and `kvmesh attach` as users start them, with servers that stand in for vLLM."""
 
+import itertools
 import json
 import os
 import signal
@@ -88,6 +89,22 @@ def test_what_a_server_is_given_is_printed(holder: Holder) -> None:
     assert Path(line).is_file()
 
 
+def test_a_disk_behind_the_holder_outlives_it(tmp_path: Path) -> None:
+    holder = Holder(tmp_path, arguments=("--store", "disk", "--prefix-port", "0"))
+    prompt = list(range(200))
+    with fake_server(holder.socket, "a", identity=identity()) as server:
+        holder.start()
+        server.await_proven()
+        right = server.run(prompt).answer
+        wait_until(lambda: server.run(prompt).num_loaded == 192)
+        holder.stop()
+        holder.start()
+        server.await_proven()
+        ran = server.run(prompt)
+        assert (ran.num_loaded, ran.answer) == (192, right)
+        holder.stop()
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -96,6 +113,8 @@ def test_what_a_server_is_given_is_printed(holder: Holder) -> None:
         (("up", "--attach", "--memory-gib", "100000"), "store.memory_bytes"),
         (("attach", "--model", "/nowhere"), "/nowhere"),
         (("attach", "--keys", "/nowhere"), "/nowhere"),
+        (("attach", "--store", "elsewhere"), "--store 'elsewhere' is no store"),
+        (("attach", "--store", "redis://127.0.0.1:1/0"), "127.0.0.1:1"),
     ],
 )
 def test_what_cannot_be_is_a_line(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
@@ -111,7 +130,7 @@ def test_a_second_holder_does_not_take_the_socket(holder: Holder) -> None:
     assert refused.returncode == 2 and "another holder has the socket" in refused.stderr
 
 
-def test_a_second_holder_of_the_mesh_has_a_socket_of_its_own(holder: Holder, tmp_path: Path) -> None:
+def test_a_second_holder_of_the_mesh_brings_what_the_first_one_has(holder: Holder, tmp_path: Path) -> None:
     mesh = json.loads((holder.folder / "mesh.json").read_bytes())
     second = tmp_path / "second.sock"
     process = subprocess.Popen(
@@ -123,9 +142,29 @@ def test_a_second_holder_of_the_mesh_has_a_socket_of_its_own(holder: Holder, tmp
     )  # fmt: skip
     try:
         wait_until(second.exists)
-        with fake_server(second, "c", identity=identity()) as server:
-            server.await_proven()
+        with (
+            fake_server(holder.socket, "a", identity=identity()) as one,
+            fake_server(second, "c", identity=identity()) as other,
+        ):
+            one.await_proven()
+            other.await_proven()
             wait_until(lambda: "attach-1" in run(holder, "status").stdout)
+            prompt = list(range(200))
+            ran = one.run(prompt, kv_transfer_params={"do_remote_decode": True})
+            assert ran.params is not None and ran.params["kvmesh"] == {"holder": "attach-0", "tokens": 192}
+            there = other.run(prompt, kv_transfer_params=ran.params)
+            assert (there.num_loaded, there.answer) == (192, ran.answer)
+            described = json.loads(run(holder, "status", "attach-1", "--json").stdout)
+            assert [each["num_brought_blocks"] for each in described["servers"]] == [6]
+            # Without a hint, by the directory: it has what is a moment old.
+            numbers = itertools.count(1)
+
+            def is_found() -> bool:
+                prompt = list(range(next(numbers), 200))
+                one.run(prompt)
+                return other.run(prompt).num_loaded >= 160
+
+            wait_until(is_found)
     finally:
         process.terminate()
         assert process.wait(60) == 0
