@@ -75,7 +75,7 @@ class KVIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 class Hello(AttachMessage, frozen=True):
     """The first message of each half. `server`: of this life of the server. `url`: of its API, and `api_key` for it.
-    `tenant`: whose its blocks are."""
+    `tenant`: whose its blocks are. `off`: why this life of the server shares no more, where a holder has said so."""
 
     protocol: int
     half: Half
@@ -85,17 +85,19 @@ class Hello(AttachMessage, frozen=True):
     url: Text
     model: Text
     api_key: Text
+    off: Text = ""
 
 
 class Welcome(AttachMessage, frozen=True):
-    """Map this arena, of `num_blocks` blocks, which `holder` has. `canary`: by which requests of the holder's own are
-    known. `fetch_s`: what the holder brings for a question is there within so long, or not at all."""
+    """Map this arena, of `num_blocks` blocks, which `holder` has. `attachment`: a word that both halves get, another
+    one whenever they attach anew: slots and pins are of one attachment, and requests of the holder's own are known by
+    it. `fetch_s`: what the holder brings for a question is there within so long, or not at all."""
 
     holder: str
     arena: str
     nonce: str
     num_blocks: int
-    canary: str
+    attachment: str
     fetch_s: float
 
 

@@ -259,6 +259,8 @@ class AttachTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whoever connects says within this time who it is."""
     pin_s: Wait = 60.0
     """What was found is pinned for so long at most."""
+    purse_s: Wait = 1.0
+    """Slots of a server that has gone are given to others after so long: its last copy has ended by then."""
     handoff_wait_max_s: Wait = 5.0
     """A question waits no longer than this for blocks that another server is about to save."""
     fetch_s: Wait = 2.0

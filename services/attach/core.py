@@ -77,7 +77,7 @@ class HalfJoined(OwnersEvent):
 
 @dataclass(frozen=True, slots=True)
 class HalfLeft(OwnersEvent):
-    """Its connection has ended: it maps the arena no more, or it is going to connect anew."""
+    """Its connection has ended: its process has, or it is going to connect anew."""
 
     server: str
     half: Half
@@ -182,7 +182,7 @@ class BlocksCame(OwnersAction):
 
 @dataclass(frozen=True, slots=True)
 class EndHalf(OwnersAction):
-    """What it sends makes no sense: end its connection."""
+    """End its connection. `reason`: why what it sent makes no sense; "": its other half has gone."""
 
     server: str
     half: Half
@@ -203,6 +203,13 @@ class TurnedOff(OwnersAction):
     server: str
     reason: str
     num_dropped: int
+
+
+class GivenUp(NamedTuple):
+    """Slots of a server that has gone, empty from a time on."""
+
+    slots: list[int]
+    until_ms: int
 
 
 class Pin(NamedTuple):
@@ -229,6 +236,8 @@ class Server:
     why: str = "its canary has not run yet"
     """Why it does not share, for people."""
     halves: set[Half] = field(default_factory=set[Half])
+    is_leaving: bool = False
+    """One half has gone, and the other one is to follow."""
     purse: set[int] = field(default_factory=set[int])
     pins: dict[int, Pin] = field(default_factory=dict[int, Pin])
     waiting: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
@@ -267,6 +276,7 @@ class AttachCore:
         self._times = times
         self._brings = brings
         self.servers: dict[str, Server] = {}
+        self._given_up: list[GivenUp] = []
         self._saved_by: dict[Content, str] = {}
         """Of blocks that are kept, or were: which life of a server has computed them."""
 
@@ -291,10 +301,8 @@ class AttachCore:
         server = self.servers.setdefault(hello.server, Server(hello))
         server.halves.add(hello.half)
         actions: list[Action] = [Welcomed(hello.server, hello.half)]
-        # A half that has connected anew finds its server as it was: what it has proven, it has proven.
-        if server.sharing is not Sharing.PROVING:
-            word = Proven() if server.sharing is Sharing.ON else Off(server.why)
-            return [*actions, SendHalf(hello.server, hello.half, word)]
+        if hello.off:
+            server.sharing, server.why, server.canary_ms = Sharing.OFF, hello.off, None
         return actions + self._start_canary(hello.server, now_ms)
 
     def _refusal(self, hello: Hello) -> HelloRefused | None:
@@ -308,13 +316,15 @@ class AttachCore:
             if (theirs := getattr(hello.identity, name)) != ours:
                 return HelloRefused(f"its {name} is {theirs}, and this holder's is {ours}", is_final=True)
         known = self.servers.get(hello.server)
+        if known is not None and known.is_leaving:
+            return HelloRefused("its other half is still attached to what was before", is_final=False)
         if known is not None and hello.half in known.halves:
             return HelloRefused(f"a server {hello.server} is attached already", is_final=False)
         if known is None and len(self.servers) >= MAX_SERVERS:
             return HelloRefused(f"{MAX_SERVERS} servers are attached already", is_final=False)
         return None
 
-    def _left(self, event: HalfLeft, _: int) -> list[Action]:
+    def _left(self, event: HalfLeft, now_ms: int) -> list[Action]:
         server = self.servers.get(event.server)
         if server is None or event.half not in server.halves:
             return []
@@ -324,9 +334,13 @@ class AttachCore:
         if event.half is Half.SCHEDULER:
             for number in [*server.pins, *server.waiting]:
                 self._unpin(server, number)
-        if not server.halves:
-            self._memory.give_back(sorted(server.purse))
-            del self.servers[event.server]
+        # One half knows nothing of what the other one had: both attach anew.
+        if server.halves:
+            server.is_leaving = True
+            return [EndHalf(event.server, half, "") for half in server.halves]
+        # A process that has not ended may be in the middle of a copy into one of its slots; it begins no other.
+        self._given_up.append(GivenUp(sorted(server.purse), now_ms + round(1000 * self._times.purse_s)))
+        del self.servers[event.server]
         return []
 
     # What the halves send.
@@ -516,6 +530,9 @@ class AttachCore:
                 return [SendHalf(event.server, half, Proven()) for half in sorted(server.halves)]
 
     def _time_passed(self, _: TimePassed, now_ms: int) -> list[Action]:
+        for each in [each for each in self._given_up if each.until_ms <= now_ms]:
+            self._memory.give_back(each.slots)
+            self._given_up.remove(each)
         actions: list[Action] = []
         for name, server in self.servers.items():
             for number in [number for number, pin in server.pins.items() if pin.until_ms <= now_ms]:
@@ -558,6 +575,11 @@ class AttachCore:
         server.num_loaded_tokens += counted.loaded_tokens
         for reason, number in counted.not_saved.items():
             server.not_saved[reason] = server.not_saved.get(reason, 0) + number
+
+    @property
+    def num_given_up(self) -> int:
+        """Slots of servers that have gone, which are not empty yet."""
+        return sum(len(each.slots) for each in self._given_up)
 
     def check_integrity(self) -> None:
         """Assert that pins and purses have each a reference, and none that nobody has."""

@@ -185,8 +185,8 @@ class Door:
         self._spans = AskSpans(store.holder.blocks.telemetry)
         self._joining: asyncio.StreamWriter
         """Of the connection whose `HalfJoined` is being decided on."""
-        self._canaries: dict[str, str] = {}
-        """By server the word by which requests of ours are known."""
+        self._attachments: dict[str, str] = {}
+        """By server, of those that are here: see `Welcome`."""
         self._tasks: asyncio.TaskGroup
         """The store's, from `let_in` on."""
         self._working: set[asyncio.Task[None]] = set()
@@ -231,12 +231,14 @@ class Door:
             if self._writers.get(key) is writer:
                 del self._writers[key]
                 self._store.step(HalfLeft(key.server, key.half), "attach")
+                if key.server not in self._core.servers:
+                    self._attachments.pop(key.server, None)
 
     def _carry_out(self, action: OwnersAction) -> None:
         match action:
             case Welcomed(server=server, half=half):
                 self._writers[Key(server, half)] = self._joining
-                word = self._canaries.setdefault(server, secrets.token_hex(16))
+                word = self._attachments.setdefault(server, secrets.token_hex(16))
                 arena = self._arena
                 holder, fetch_s = self._store.holder.parts.worker_id, self._times.fetch_s
                 welcome = Welcome(holder, arena.name, arena.nonce, self._num_blocks, word, fetch_s)
@@ -252,7 +254,8 @@ class Door:
             case BlocksCame():
                 self._bringer.changed.set()
             case EndHalf(server=server, half=half, reason=reason):
-                log.warning("server %s: its %s half is ended: %s", server, half, reason)
+                if reason:
+                    log.warning("server %s: its %s half is ended: %s", server, half, reason)
                 self._end(Key(server, half))
             case RunCanary(server=server):
                 self._start(self._run_canary(server))
@@ -322,7 +325,7 @@ class Door:
 
     async def _run_canary(self, server: str) -> None:
         """Run it on a thread that a process which ends does not wait for: a server may take minutes to answer."""
-        hello, word = self._core.servers[server].hello, self._canaries[server]
+        hello, word = self._core.servers[server].hello, self._attachments[server]
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Verdict] = loop.create_future()
 

@@ -57,7 +57,8 @@ class AttachMetrics:
         servers = self._core.servers.values()
         sharing = Counter(server.sharing for server in servers)
         self._metrics.set_series(names.ATTACH_SERVERS, {(each.value,): sharing[each] for each in Sharing})
-        self._metrics.set_series(names.ATTACH_HELD_BLOCKS, {(): sum(server.num_held for server in servers)})
+        num_held = sum(server.num_held for server in servers) + self._core.num_given_up
+        self._metrics.set_series(names.ATTACH_HELD_BLOCKS, {(): num_held})
 
 
 class AskSpans:

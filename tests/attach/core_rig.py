@@ -119,7 +119,8 @@ class CoreRig:
     def check(self) -> None:
         self.memory.check_integrity()
         self.core.check_integrity()
-        assert self.memory.num_free + self.memory.num_cached + self.num_held == self.memory.num_blocks
+        held = self.num_held + self.core.num_given_up
+        assert self.memory.num_free + self.memory.num_cached + held == self.memory.num_blocks
 
 
 def of_type(actions: Sequence[object], kind: type[ActionT]) -> list[ActionT]:

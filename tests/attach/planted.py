@@ -14,8 +14,8 @@ from services.attach.connector.worker_half import WorkerHalf
 class SwapsHalves(WorkerHalf):
     """A page that is loaded has its keys where its values belong."""
 
-    def _load(self, nonce: str, load: Load) -> bool:
-        is_right = super()._load(nonce, load)
+    def _load(self, attachment: str, load: Load) -> bool:
+        is_right = super()._load(attachment, load)
         for pages in self._pages:
             half = pages.shape[1] // 2
             for page in load.pages:
@@ -34,7 +34,7 @@ class SavesNeighbours(WorkerHalf):
 class LoadsNothing(WorkerHalf):
     """It says that it has loaded, and has not."""
 
-    def _load(self, nonce: str, load: Load) -> bool:
+    def _load(self, attachment: str, load: Load) -> bool:
         return True
 
 

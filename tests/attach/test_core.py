@@ -81,7 +81,22 @@ def test_a_server_whose_canary_fails_never_shares_in_this_life(rig: CoreRig) -> 
     assert of_type(actions, TurnedOff)[0].num_dropped == len(where)
     assert rig.ask(A, 1, 1) == () and rig.want(A, 1) == ()
     assert rig.prove(A) == [], "a late word of its canary changes nothing"
-    assert isinstance(of_type(rig.leave(A, Half.WORKER) + rig.join(A, Half.WORKER), SendHalf)[0].message, Off)
+    rig.leave(A)
+    assert of_type(rig.join(A, off="it was found wrong"), RunCanary) == [], "it says so where it attaches anew"
+    assert rig.core.servers[A].sharing is Sharing.OFF
+
+
+def test_of_a_server_whose_one_half_has_gone_the_other_attaches_anew_too(rig: CoreRig) -> None:
+    slots = rig.want(A, 2)
+    assert of_type(rig.leave(A, Half.WORKER), EndHalf) == [EndHalf(A, Half.SCHEDULER, "")]
+    (refused,) = of_type(rig.join(A, Half.WORKER), Refuse)
+    assert not refused.answer.is_final, "it tries again"
+    rig.leave(A, Half.SCHEDULER)
+    assert of_type(rig.join(A), RunCanary) == [RunCanary(A)], "it proves itself again"
+    assert rig.core.num_given_up == 2, "a copy into them may be under way"
+    rig.now_ms += round(1000 * AttachTimes().purse_s)
+    rig.step(TimePassed())
+    assert rig.core.num_given_up == 0 and rig.save(A, slots, [1, 2]), "and they are its no more"
 
 
 def test_a_server_that_cannot_be_reached_is_asked_again() -> None:

@@ -108,7 +108,7 @@ def test_a_block_that_is_damaged_at_rest_is_computed_and_given_up(path: Path, ho
 
         def damage(plan) -> None:
             for load in plan.loads:
-                arena = server.worker._arena_of(plan.nonce)
+                arena = server.worker._arena_of(plan.attachment)
                 assert arena is not None
                 arena.planes[0][0][load.slots[2], 5] ^= 1
 
@@ -130,8 +130,8 @@ def swap_halves(server: FakeServer) -> None:
             for page in pages:
                 rows[page] = np.concatenate((rows[page, half:], rows[page, :half]))
 
-    def wrong(nonce, asked) -> bool:
-        is_right = load(nonce, asked)
+    def wrong(attachment, asked) -> bool:
+        is_right = load(attachment, asked)
         swap(asked.pages)
         return is_right
 

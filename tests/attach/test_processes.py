@@ -155,7 +155,8 @@ def test_a_second_holder_of_the_mesh_brings_what_the_first_one_has(holder: Holde
             there = other.run(prompt, kv_transfer_params=ran.params)
             assert (there.num_loaded, there.answer) == (192, ran.answer)
             described = json.loads(run(holder, "status", "attach-1", "--json").stdout)
-            assert [each["num_brought_blocks"] for each in described["servers"]] == [6]
+            (shown,) = described["servers"]
+            assert shown["num_brought_blocks"] >= 6, "and the canary's"
             # Without a hint, by the directory: it has what is a moment old.
             numbers = itertools.count(1)
 

@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 
+import msgspec
+
 from schemas.attach import (
     FromScheduler,
     FromWorker,
@@ -47,7 +49,7 @@ class HolderClient:
         """None: there is no holder now, or it has not answered yet."""
         self.is_proven = False
         self.off_reason = ""
-        """Why nothing is shared in this life of the server, or as long as this holder is there."""
+        """Why nothing is shared in this life of the server."""
         self._answers: dict[int, Have] = {}
         self._slots: list[int] = []
         self._refill_s = 0.0
@@ -130,7 +132,7 @@ class HolderClient:
             sock.settimeout(RETRY_S)
             sock.connect(self._path)
             channel: Channel[ToHalf] = Channel(sock, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), ToHalf)
-            channel.send_message(self._hello)
+            channel.send_message(msgspec.structs.replace(self._hello, off=self.off_reason))
             with self.changed:
                 self._socket = sock
             try:
@@ -150,7 +152,6 @@ class HolderClient:
                     log.info("kvmesh: attached to the holder at %s", self._path)
                 case HelloRefused(reason=reason, is_final=is_final):
                     self._final = reason if is_final else ""
-                    self.off_reason = reason
                     log.warning("kvmesh: the holder does not take this server: %s", reason)
                 case Have(number=number):
                     self._answers[number] = message
@@ -160,7 +161,7 @@ class HolderClient:
                     self._slots += slots
                     self._refill_s = 0.0 if slots else self._refill_s
                 case Proven():
-                    self.is_proven = True
+                    self.is_proven = not self.off_reason
                     log.info("kvmesh: the canary has proven this server: it shares from now on")
                 case Off(reason=reason):
                     self.is_proven, self.off_reason = False, reason

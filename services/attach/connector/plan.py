@@ -37,9 +37,9 @@ class Compare(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """`nonce`: of the arena that the slots are of."""
+    """`attachment`: that the slots are of."""
 
-    nonce: str = ""
+    attachment: str = ""
     loads: list[Load] = field(default_factory=list[Load])
     saves: list[Save] = field(default_factory=list[Save])
     compares: list[Compare] = field(default_factory=list[Compare])

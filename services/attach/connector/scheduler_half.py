@@ -68,7 +68,7 @@ class Shared:
     hasher: BlockHasher
     use: Use
     asked_s: float
-    nonce: str
+    attachment: str
     fetch_s: float
     """So long the holder may be bringing blocks of it."""
     found: Have | None = None
@@ -138,7 +138,7 @@ class SchedulerHalf:
             welcome, is_proven = client.welcome, client.is_proven
         if welcome is None:
             return self._counts.miss(NotSaved.NO_HOLDER)
-        is_canary = own is not None and own.canary == welcome.canary
+        is_canary = own is not None and own.canary == welcome.attachment
         if not (is_proven or is_canary):
             return self._counts.miss(NotSaved.OFF)
         salt = CANARY_SALT if is_canary else hash_salt(request.cache_salt)
@@ -150,7 +150,7 @@ class SchedulerHalf:
             hasher=hasher,
             use=own.use if own is not None and is_canary else self._sampled(request.request_id),
             asked_s=time.monotonic(),
-            nonce=welcome.nonce,
+            attachment=welcome.attachment,
             fetch_s=welcome.fetch_s,
             is_canary=is_canary,
             wait_s=self._handoff_wait_s if hint is not None and hint.tokens >= self._size else 0.0,
@@ -211,12 +211,12 @@ class SchedulerHalf:
         plan, self._plan = self._plan, StepPlan()
         with self._client.changed:
             welcome, is_proven = self._client.welcome, self._client.is_proven
-        plan.nonce = welcome.nonce if welcome is not None else ""
+        plan.attachment = welcome.attachment if welcome is not None else ""
         starts = _starts(scheduler_output)
         state = scheduler_output.kv_connector_block_state
         for name, num_tokens in scheduler_output.num_scheduled_tokens.items():
             one = self._shared.get(name)
-            if one is not None and one.nonce == plan.nonce and (is_proven or one.is_canary):
+            if one is not None and one.attachment == plan.attachment and (is_proven or one.is_canary):
                 self._plan_saves(plan, one, starts[name] + num_tokens, state.get_block_ids(name)[0])
         self._refill()
         self._send_counts()
@@ -261,7 +261,7 @@ class SchedulerHalf:
             if have is None and client.welcome is not None:
                 client.changed.wait(WAIT_S)
                 have = client.take_answer(one.number)
-            is_there = client.welcome is not None and client.welcome.nonce == one.nonce
+            is_there = client.welcome is not None and client.welcome.attachment == one.attachment
         if have is not None and have.has_more:
             one.partial, have = have, None
         within_s = GIVE_UP_S if one.partial is None else one.wait_s + one.fetch_s + GRACE_S

@@ -87,13 +87,13 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> None:
         self._began_s = time.monotonic()
         for load in plan.loads:
-            self._loads.put((plan.nonce, load))
+            self._loads.put((plan.attachment, load))
 
     def save(self, plan: StepPlan) -> None:
         """Copy out what the step has computed, and compare what it is to compare. Its pages are written."""
         if not (plan.saves or plan.compares):
             return
-        arena = self._arena_of(plan.nonce)
+        arena = self._arena_of(plan.attachment)
         if arena is None:
             return
         self._compare(arena, plan.compares)
@@ -128,10 +128,10 @@ class WorkerHalf:
 
     def _run_loads(self) -> None:
         while (asked := self._loads.get()) is not None:
-            nonce, load = asked
+            attachment, load = asked
             began_s = time.monotonic()
             try:
-                is_loaded = self._load(nonce, load)
+                is_loaded = self._load(attachment, load)
             except Exception:
                 # Each load ends: a request whose end is not reported would wait for ever, and keep its pages.
                 log.exception("kvmesh: a load has failed")
@@ -141,9 +141,9 @@ class WorkerHalf:
             with self._lock:
                 (self._loaded if is_loaded else self._failed).add(load.request)
 
-    def _load(self, nonce: str, load: Load) -> bool:
+    def _load(self, attachment: str, load: Load) -> bool:
         """Copy slots into pages, and check what is in the pages then."""
-        if (arena := self._arena_of(nonce)) is None:
+        if (arena := self._arena_of(attachment)) is None:
             return False
         for run in runs_of(zip(load.slots, load.pages, strict=True)):
             for pages, (keys, values) in zip(self._pages, arena.planes, strict=True):
@@ -197,15 +197,15 @@ class WorkerHalf:
             return (row.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return row.view(self._identity.dtype).astype(np.float32)
 
-    def _arena_of(self, nonce: str) -> MappedArena | None:
-        """Return the arena that a plan speaks of, mapped; None: the holder that made it is gone."""
+    def _arena_of(self, attachment: str) -> MappedArena | None:
+        """Return the arena that a plan speaks of, mapped; None: its attachment is over, and its slots are others'."""
         with self._client.changed:
             welcome = self._client.welcome
         with self._lock:
-            if self._arena is not None and self._arena.nonce == nonce:
-                return self._arena
-            if welcome is None or welcome.nonce != nonce:
+            if welcome is None or welcome.attachment != attachment:
                 return None
+            if self._arena is not None and self._arena.nonce == welcome.nonce:
+                return self._arena
             try:
                 arena = MappedArena(self._identity, welcome)
             except ArenaMissingError as error:
