@@ -168,6 +168,7 @@ check: dev
 sim: dev
 	$(BIN)/kvmesh simulate --requests 100000 --faults all
 	$(BIN)/python -m tests.sim.bugs
+	$(BIN)/python -m tests.attach.simulated
 
 faults: dev
 	$(BIN)/python -m tests.mesh.faults.figures --out .kvmesh/faults.md

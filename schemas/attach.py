@@ -152,9 +152,11 @@ class Counted(AttachMessage, frozen=True):
 
 
 class Saved(AttachMessage, frozen=True):
-    """The bytes of these blocks are in these slots. `hashes`: joined, one for each slot. `seconds`: of the step that
-    computed them."""
+    """The bytes of these blocks are in these slots. `number`: of this message, from 1 on in each attachment: one that
+    came twice would be about slots that are others' by then. `hashes`: joined, one for each slot. `seconds`: of the
+    step that computed them."""
 
+    number: int
     slots: tuple[int, ...]
     hashes: bytes
     seconds: Seconds = 0.0

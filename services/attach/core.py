@@ -239,6 +239,8 @@ class Server:
     is_leaving: bool = False
     """One half has gone, and the other one is to follow."""
     purse: set[int] = field(default_factory=set[int])
+    num_saves: int = 0
+    """How many `Saved` have come."""
     pins: dict[int, Pin] = field(default_factory=dict[int, Pin])
     waiting: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
     token_s: float = 0.0
@@ -440,6 +442,9 @@ class AttachCore:
 
     def _saved(self, event: HalfSent, server: Server, saved: Saved, now_ms: int) -> list[Action]:
         slots, hashes = saved.slots, split_hashes(saved.hashes)
+        if saved.number != server.num_saves + 1:
+            return [EndHalf(event.server, event.half, "what it has saved comes twice, or not in order")]
+        server.num_saves += 1
         is_right = len(set(slots)) == len(slots) == len(hashes) == len(event.tags) and server.purse.issuperset(slots)
         if not is_right:
             return [EndHalf(event.server, event.half, "it has saved blocks into slots that are not its own")]

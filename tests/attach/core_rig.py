@@ -54,10 +54,17 @@ def hello(server: str, half: Half, **changes: object) -> Hello:
 
 
 class CoreRig:
-    def __init__(self, num_blocks: int = 16, *, brings: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        *,
+        brings: bool = False,
+        identity: KVIdentity = IDENTITY,
+        times: AttachTimes | None = None,
+    ) -> None:
         self.memory = make_memory(num_blocks, behind=False)
         self.memory.writes = False
-        self.core = AttachCore(self.memory, IDENTITY, CANARY_MS, AttachTimes(), brings=brings)
+        self.core = AttachCore(self.memory, identity, CANARY_MS, times or AttachTimes(), brings=brings)
         self._rules = Rules([self.core.rules()])
         self.now_ms = 1_000_000
 
@@ -86,7 +93,12 @@ class CoreRig:
 
     def save(self, server: str, slots: Sequence[int], numbers: Sequence[int]) -> list[Action]:
         tags = tuple(b"tag%d" % number for number in numbers)
-        return self.send(server, Saved(tuple(slots), join_hashes(hashes_of(*numbers))), tags)
+        return self.send(server, self.saved(server, slots, numbers), tags)
+
+    def saved(self, server: str, slots: Sequence[int], numbers: Sequence[int]) -> Saved:
+        """Return the next message of what a server has saved."""
+        number = self.core.servers[server].num_saves + 1 if server in self.core.servers else 1
+        return Saved(number, tuple(slots), join_hashes(hashes_of(*numbers)))
 
     def ask(self, server: str, number: int, *blocks: int, use: Use = Use.LOAD) -> tuple[int, ...]:
         """Return the blocks of the first answer."""

@@ -18,7 +18,6 @@ from schemas.attach import (
     Off,
     Proven,
     Release,
-    Saved,
     Use,
     WeightsChanged,
 )
@@ -283,6 +282,15 @@ def test_a_server_with_other_weights_shares_no_more(rig: CoreRig) -> None:
     assert rig.core.servers[A].sharing is Sharing.OFF and not rig.is_kept(1)
 
 
+def test_a_message_of_what_was_saved_that_comes_twice_ends_the_connection(rig: CoreRig) -> None:
+    (slot,) = rig.want(A, 1)
+    message = rig.saved(A, [slot], [1])
+    rig.send(A, message, (b"tag",))
+    assert rig.is_kept(1)
+    (ended,) = of_type(rig.send(A, message, (b"tag",)), EndHalf)
+    assert (ended.server, ended.half) == (A, Half.WORKER) and "twice" in ended.reason
+
+
 def test_what_was_purged_while_a_server_wrote_it_is_not_kept(rig: CoreRig) -> None:
     slots = rig.want(A, 1)
     rig.memory.forget()
@@ -415,7 +423,7 @@ class AnyOrder(RuleBasedStateMachine):
         own = sorted(self.rig.core.servers[server].purse) if server in self.rig.core.servers else []
         slots = data.draw(st.lists(st.sampled_from(own or [0]) | st.integers(-1, 33), min_size=1, max_size=len(run)))
         tags = tuple(b"tag" for _ in slots)
-        saved = Saved(tuple(slots), join_hashes(hashes_of(*run[: len(slots)])))
+        saved = self.rig.saved(server, slots, run[: len(slots)])
         self.rig.step(HalfSent(server, Half.WORKER, saved, tags))
 
     @rule(server=SERVERS, number=st.integers(0, 5), run=RUNS, use=st.sampled_from(list(Use)))

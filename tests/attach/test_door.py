@@ -186,7 +186,7 @@ WRONG = {
     "no msgpack": LENGTH.pack(3) + b"\xc1\xc1\xc1",
     "no message": LENGTH.pack(1) + b"\x01",
     "another's message": LENGTH.pack(len(data := msgspec.msgpack.encode(Welcome("h", "a", "n", 1, "c", 1.0)))) + data,
-    "the worker's message": LENGTH.pack(len(data := msgspec.msgpack.encode(Saved((0,), bytes(16))))) + data,
+    "the worker's message": LENGTH.pack(len(data := msgspec.msgpack.encode(Saved(1, (0,), bytes(16))))) + data,
 }
 
 
@@ -226,7 +226,7 @@ def test_a_message_may_come_byte_by_byte(path: Path, holder: LiveHolders) -> Non
 @pytest.mark.parametrize("slots", [(-1,), (NUM_BLOCKS,), (1 << 40,), (0, 0)])
 def test_slots_that_are_not_its_own_end_a_worker(path: Path, holder: LiveHolders, slots: tuple[int, ...]) -> None:
     with half(path), half(path, Half.WORKER) as worker:
-        worker.send(Saved(slots, join_hashes(hashes_of(*range(len(slots))))))
+        worker.send(Saved(1, slots, join_hashes(hashes_of(*range(len(slots))))))
         assert worker.is_ended()
 
 
@@ -282,7 +282,7 @@ def test_what_is_saved_is_found_with_its_digest(path: Path, holder: LiveHolders)
         given = scheduler.receive()
         assert isinstance(given, SlotsGiven)
         blocks = [bytes_of(arena, slot, fill) for slot, fill in zip(given.slots, (10, 20), strict=True)]
-        worker.send(Saved(given.slots, join_hashes(hashes_of(1, 2))))
+        worker.send(Saved(1, given.slots, join_hashes(hashes_of(1, 2))))
 
         def found() -> Have:
             scheduler.send(Ask(7, join_hashes(hashes_of(1, 2, 3)), Use.LOAD))

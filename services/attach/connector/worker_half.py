@@ -64,6 +64,8 @@ class WorkerHalf:
         self._pages: list[Pages] = []
         self._began_s = 0.0
         """When the step began that runs, by the monotonic clock."""
+        self._saves_of, self._num_saves = "", 0
+        """So many messages of what was saved were sent in this attachment."""
         self._arena: MappedArena | None = None
         self._lock = threading.Lock()
         """Of the arena that is mapped, and of what follows."""
@@ -106,7 +108,10 @@ class WorkerHalf:
                 values[run.arena_block : run.arena_block + run.num_blocks] = rows[:, arena.half :]
         slots = tuple(save.slot for save in plan.saves)
         hashes = join_hashes([save.block_hash for save in plan.saves])
-        self._client.send_holder(Saved(slots, hashes, time.monotonic() - self._began_s))
+        if plan.attachment != self._saves_of:
+            self._saves_of, self._num_saves = plan.attachment, 0
+        self._num_saves += 1
+        self._client.send_holder(Saved(self._num_saves, slots, hashes, time.monotonic() - self._began_s))
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that failed."""
