@@ -127,16 +127,17 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """One of vLLM's servers. `transfer`: of its KV connector, where it has one."""
+    """One of vLLM's servers. `transfer`: of its KV connector, where it has one. `port`: 0 finds one."""
 
     name: str
     model: str
     pool_bytes: int = POOL_BYTES
     transfer: dict[str, Any] = field(default_factory=dict[str, Any])
+    port: int = 0
 
 
 def server(options: ServerOptions, folder: Path) -> Process:
-    port = free_port()
+    port = options.port or free_port()
     arguments = {
         "--model": options.model,
         "--served-model-name": "random",
