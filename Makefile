@@ -10,6 +10,7 @@
 # make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
 #             make up ENGINE=vllm: the mesh with vLLM as its workers' engine
 # make attach-test  stock vLLM servers that attach to a holder, in that environment
+# make attach-bench  these servers beside others that are not attached (about 15 minutes; ATTACH_BENCH_FLAGS, as below)
 # make vllm-bench  the mesh on vLLM beside vLLM itself, in half an hour; adds NIXL to that environment (240 MB).
 #             VLLM_BENCH_FLAGS='--only alone,loop': these parts; '--quick': only whether it runs
 # make check  ruff, pyright, import contracts
@@ -34,6 +35,7 @@ FILES ?=
 SEED ?= $(shell $(BIN)/python -c 'import secrets; print(secrets.randbits(32))')
 VLLM_TEST_FLAGS ?=
 VLLM_BENCH_FLAGS ?=
+ATTACH_BENCH_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
 GATE_PROOF_FLAGS ?=
@@ -65,7 +67,7 @@ VLLM_STAMP := $(VLLM)/.installed
 NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev nightly gate-proof vllm vllm-test attach-test vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages life screenshots clean
+.PHONY: up setup dev nightly gate-proof vllm vllm-test attach-test attach-bench vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages life screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -121,6 +123,9 @@ vllm-test:
 attach-test:
 	@$(HAS_VLLM)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm --all -W default tests/attach $(VLLM_TEST_FLAGS)
+
+attach-bench: $(NIXL_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m tests.bench.bench_attach $(ATTACH_BENCH_FLAGS)
 
 # Only one row of it needs NIXL, the connector of vLLM's own split; what it depends on is there already.
 vllm-bench: $(NIXL_STAMP)

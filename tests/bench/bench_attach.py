@@ -210,9 +210,8 @@ def _hook_rows(times: Path) -> list[Row]:
     for name in HOOKS:
         half, late = median(calls[name]), percentile(calls[name], 99) or 0.0
         worst = max(half / HOOK_MEDIAN_MS, late / HOOK_P99_MS)
-        result = (
-            f"median {half:.3f} of {HOOK_MEDIAN_MS:g}, p99 {late:.3f} of {HOOK_P99_MS:g} ms; {len(calls[name])} calls"
-        )
+        of_what = f"of {HOOK_MEDIAN_MS:g}, p99 {late:.3f} of {HOOK_P99_MS:g} ms; {len(calls[name])} calls"
+        result = f"median {half:.3f} {of_what}"
         rows.append(Row(what=name, result=result, ratio=worst, aim=1.0, better="less"))
     return rows
 
@@ -253,7 +252,7 @@ async def measure_turns(bench: Bench, sizes: Sizes) -> list[Row]:
         kind: [bench.server(f"{kind}-{number}", is_attached=kind == ATTACHED) for number in range(2)]
         for kind in (ATTACHED, ALONE)
     }
-    later: dict[str, list[float]] = {}
+    medians: dict[str, list[float]] = {kind: [] for kind in servers}
     with progress("starting four servers"):
         async with started([each for pair in servers.values() for each in pair]):
             await bench.await_proven(2)
@@ -261,7 +260,6 @@ async def measure_turns(bench: Bench, sizes: Sizes) -> list[Row]:
             conversations = make_conversations(
                 7, sizes.history, num_turns=sizes.turns, count=sizes.sessions, output=(32, 32), vocab_size=VOCAB
             )
-            medians: dict[str, list[float]] = {kind: [] for kind in clients}
             held: dict[str, list[list[Completion]]] = {kind: [[] for _ in conversations] for kind in clients}
             with progress("turns", 2 * sizes.turns) as on_turn:
                 for turn in range(1, sizes.turns + 1):
@@ -274,8 +272,7 @@ async def measure_turns(bench: Bench, sizes: Sizes) -> list[Row]:
                         if turn > 1:
                             medians[kind].append(median(each[turn - 1].ttft_ms for each in held[kind]))
                         on_turn()
-            later = medians
-    return [compared("TTFT of later turns, medians by turn", (ATTACHED, ALONE), list(later.values()), "ms", 0.3)]
+    return [compared("TTFT of later turns, medians by turn", (ATTACHED, ALONE), list(medians.values()), "ms", 0.3)]
 
 
 async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
