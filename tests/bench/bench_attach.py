@@ -306,7 +306,7 @@ async def measure_pd(bench: Bench, sizes: Sizes) -> list[Row]:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(started(pair))
             await bench.await_proven(2)
-            front = proxy(*pair, bench.folder)
+            front = proxy(pair[0], pair[1], bench.folder)
             await stack.enter_async_context(started([front]))
             sides = {ATTACHED: await bench.client(front), "P alone": await bench.client(pair[0])}
             if not (missing := missing_nixl()):
