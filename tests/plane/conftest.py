@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import os
 import threading
@@ -21,6 +22,7 @@ from tests.plane.harness import (
     use_ends,
     use_network,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(params=CARRIERS)
@@ -107,7 +109,11 @@ def nothing_is_left(card_in_use: None) -> Iterator[None]:
     threads = [t for t in threads if t.is_alive()]
     assert not threads, f"left behind: {threads}"
     assert _arenas() <= before[2], "left behind in /dev/shm"
-    assert _descriptors() <= before[1], "descriptors left open"
+    # A thread that was there before, of another room's test in this process, may have a socket open for a moment.
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: _descriptors() <= before[1])
+    left = _descriptors() - before[1]
+    assert not left, f"descriptors left open: {sorted(left)}"
 
 
 @pytest.fixture
