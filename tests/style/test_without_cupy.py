@@ -27,7 +27,11 @@ print(len(names))
 """
 
 
-VLLM_MODULES = tuple(f"services.engine.vllm_engine.{name}" for name in ("connector", "sampling"))
+VLLM_MODULES = (
+    "services.attach.connector.connector",
+    "services.engine.vllm_engine.connector",
+    "services.engine.vllm_engine.sampling",
+)
 """They import vLLM, as is meant, and are imported by it alone."""
 
 
