@@ -58,6 +58,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 VLLM_PIP = $(VLLM)/bin/python -m pip install --disable-pip-version-check --progress-bar on -c constraints-vllm.txt
 TOOLS := .kvmesh/tools
 PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/prometheus)
+ROUTERS := $(TOOLS)/nginx/usr/sbin/nginx $(TOOLS)/haproxy/usr/sbin/haproxy
 
 CLIENTS = OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 CI_CLIENTS := .clients/openai-node/.installed
@@ -120,7 +121,7 @@ vllm-test:
 	@$(HAS_VLLM)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm --all -W default $(VLLM_TEST_FLAGS)
 
-attach-test:
+attach-test: $(ROUTERS)
 	@$(HAS_VLLM)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm --all -W default tests/attach $(VLLM_TEST_FLAGS)
 
@@ -240,6 +241,14 @@ dashboards: dev
 
 prometheus-test: dev $(PROMETHEUS)
 	$(BIN)/python -m pytest tests/telemetry/test_prometheus.py tests/telemetry/test_grafana.py
+
+# Routers before vLLM's servers. What cannot be had is left out.
+$(TOOLS)/nginx/usr/sbin/nginx: packages = nginx
+$(TOOLS)/haproxy/usr/sbin/haproxy: packages = haproxy liblua5.3-0 libopentracing-c-wrapper0 libopentracing1
+$(ROUTERS): folder = $(TOOLS)/$(notdir $@)
+$(ROUTERS):
+	mkdir -p $(folder)
+	cd $(folder) && apt-get download $(packages) && for file in *.deb; do dpkg -x $$file .; rm $$file; done || echo "$(notdir $@) cannot be had here."
 
 $(TOOLS)/prometheus/usr/bin/prometheus:
 	mkdir -p $(TOOLS)/prometheus

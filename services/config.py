@@ -237,7 +237,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[str, Variable("KVMESH_DEVICE")] = "auto"
     """Where the model runs and its KV lies: cpu, cuda (the first card), cuda:N, or auto (a card if there is one)."""
     carrier: Annotated[Carrier, Flag("--carrier", "How KV crosses.")] = "auto"
-    plane_host: str = "127.0.0.1"
+    plane_host: Annotated[
+        str, Flag("--plane-host", "Address where KV is read; one that other machines reach, for them.")
+    ] = "127.0.0.1"
     """Where the data plane listens."""
     plane_encryption: Annotated[
         PlaneEncryption, Flag("--plane-encryption", "Encrypt KV that crosses tcp; auto: to any address but loopback.")

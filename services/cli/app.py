@@ -93,7 +93,9 @@ def serve(
 
 
 @app.command()
-@taking_flags("model", "memory_gib", "keys", "socket", "store", "store_dir", "store_mib", "prefix_port", "otlp")
+@taking_flags(
+    "model", "memory_gib", "keys", "socket", "store", "store_dir", "store_mib", "prefix_port", "plane_host", "otlp"
+)
 def attach(
     bus: Annotated[str, typer.Option(help="URL of the mesh's NATS server.")] = "nats://127.0.0.1:4222",
     id: Annotated[str, typer.Option("--id", help="The holder's name; attach and the host's name if left out.")] = "",

@@ -13,7 +13,7 @@ import msgspec
 from rich.markup import escape
 from rich.progress import Progress
 
-from dataplane.addresses import EVERYWHERE, in_url, own_address
+from dataplane.addresses import EVERYWHERE, IPV4_LOOPBACK, in_url, own_address
 from dataplane.lasting import lasting_task
 from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import remove_stale_arenas
@@ -360,7 +360,7 @@ class Supervisor:
             "gateway.port": self._ports[0] if self._ports else asked.gateway.port,
             "worker.num_threads": asked.worker.num_threads or max(1, usable_cores() // num_workers),
             "worker.device": next((device for device in self.devices.values() if is_card(device)), CPU),
-            "worker.plane_host": own_address(),
+            "worker.plane_host": own_address() if asked.worker.plane_host == IPV4_LOOPBACK else asked.worker.plane_host,
             "store.url": store.url,
             "store.path": store.path,
             "telemetry.metrics_host": own_address(),

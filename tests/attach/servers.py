@@ -41,7 +41,9 @@ class Answer:
 
 @dataclass
 class VllmServer:
-    """One `vllm serve`. `config`: its `--kv-transfer-config`, none: a server that is attached to nobody."""
+    """One `vllm serve`. `config`: its `--kv-transfer-config`, none: a server that is attached to nobody. `host`: where
+    it is asked. `wrapper`: the command that runs its own. `python`: of another environment than this one, where nothing
+    of ours is on the path."""
 
     folder: Path
     name: str
@@ -49,11 +51,14 @@ class VllmServer:
     model: Path = DEMO_MODEL_DIR
     arguments: Sequence[str] = ()
     port: int = field(default_factory=free_port)
+    host: str = "127.0.0.1"
+    wrapper: Sequence[str] = ()
+    python: Path | None = None
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def log(self) -> str:
@@ -62,17 +67,23 @@ class VllmServer:
     def start(self) -> None:
         """Start it, in a session of its own, so that all its processes can be killed."""
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
+            *self.wrapper, str(self.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
             "--served-model-name", MODEL, "--dtype", "float32", "--block-size", str(BLOCK_SIZE),
             "--port", str(self.port), "--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-batched-tokens", "512",
             "--enforce-eager", "--max-model-len", "2048", *self.arguments,
         ]  # fmt: skip
         if self.config is not None:
             command += ["--kv-transfer-config", json.dumps(self.config)]
+        environment, folder = dict(os.environ) | ENVIRONMENT, None
+        if self.python is not None:
+            environment, folder = (
+                {name: each for name, each in environment.items() if name != "PYTHONPATH"},
+                self.folder,
+            )
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=dict(os.environ) | ENVIRONMENT,
+                env=environment, cwd=folder,
             )  # fmt: skip
 
     def await_health(self) -> None:
@@ -191,10 +202,11 @@ class Holder:
 
 
 def attached(holder: Holder, name: str, *, module: str = MODULE, **settings: Any) -> VllmServer:
-    """Return a server of this holder, not started. `arguments`: of vLLM."""
-    port, arguments = free_port(), settings.pop("arguments", ())
-    config = holder.config(port, module=module, **settings)
-    return VllmServer(holder.folder, name, config, arguments=arguments, port=port)
+    """Return a server of this holder, not started, which takes no samples: a request that is compared loads nothing.
+    `arguments`: of vLLM; `python`: see `VllmServer`."""
+    port, arguments, python = free_port(), settings.pop("arguments", ()), settings.pop("python", None)
+    config = holder.config(port, module=module, **{"check_every": 1 << 30} | settings)
+    return VllmServer(holder.folder, name, config, arguments=arguments, port=port, python=python)
 
 
 @contextlib.contextmanager

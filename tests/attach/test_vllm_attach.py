@@ -223,6 +223,20 @@ def test_a_hundred_requests_with_shared_prefixes_while_the_holder_is_killed(pair
     wait_until(pair.nothing_is_held)
 
 
+def test_samples_of_a_server_that_is_right_change_nothing(pair: Pair) -> None:
+    sampled = attached(pair.holder, "sampled", check_every=1)
+    with running(sampled):
+        wait_until(lambda: [each["sharing"] for each in pair.holder.servers()] == ["on"] * 3)
+        for seed in range(1_100, 1_104):
+            pair.one.ask(prompt(seed))
+            pair.await_saved()
+            assert sampled.ask(prompt(seed)).tokens == pair.one.computed(prompt(seed))
+        assert sampled.num_loaded() == 0
+        assert sum(each["num_compared"] for each in pair.holder.servers()) >= 4 * whole(700) // BLOCK_SIZE
+        assert [each["sharing"] for each in pair.holder.servers()] == ["on"] * 3
+    wait_until(pair.is_proven)
+
+
 def test_weights_that_may_have_changed_end_sharing(pair: Pair) -> None:
     """The last: this server shares no more."""
     request = urllib.request.Request(f"{pair.one.url}/reset_prefix_cache?reset_external=true", b"")
@@ -273,7 +287,7 @@ def test_what_is_not_shared_does_not_start(
     (wrong.folder / "wrong.log").unlink(missing_ok=True)
     try:
         sound.start()
-        wait_until(lambda: "attached to the holder" in sound.log)
+        wait_until(lambda: bool(holder.servers()))
         wrong.start()
         assert text in wrong.await_end()
     finally:

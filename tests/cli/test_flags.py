@@ -25,6 +25,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "tls_cert": ("/own.crt", "/own.crt"),
     "tls_key": ("/own.key", "/own.key"),
     "store_dir": ("/store", "/store"),
+    "plane_host": ("127.0.0.9", "127.0.0.9"),
     "socket": ("/attach.sock", "/attach.sock"),
     "otlp": ("http://127.0.0.1:4318", "http://127.0.0.1:4318"),
 }

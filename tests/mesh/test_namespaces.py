@@ -57,7 +57,7 @@ def inside() -> Iterator[Inside]:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    command = ["unshare", "--net", "sh", "-c", "echo made; exec sleep 600"]
+    command = ["unshare", "--net", "sh", "-c", "echo made; exec sleep 3600"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as held:
         assert held.stdout is not None
         if held.stdout.readline() != b"made\n":
