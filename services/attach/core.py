@@ -109,10 +109,6 @@ class BringEnded(OwnersEvent):
     number: int
     num_blocks: int
 
-    @property
-    def about(self) -> str:
-        return f"{self.server} {self.number}: {self.num_blocks}"
-
 
 @dataclass(frozen=True, slots=True)
 class CanaryEnded(OwnersEvent):

@@ -68,7 +68,8 @@ class Prefixes:
         self._tenant = tenant
         self._held: tuple[AttachCore, KVIdentity] | None = None
 
-    def open(self, core: AttachCore, identity: KVIdentity) -> None:
+    def answer_of(self, core: AttachCore, identity: KVIdentity) -> None:
+        """Answer what this core has from now on."""
         self._held = core, identity
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:

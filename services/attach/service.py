@@ -112,7 +112,7 @@ async def run_attach(
 
         def make_guests(store: Store) -> Guests:
             core = AttachCore(store_parts.memory, identity, round(1000 * config.attach.canary_s), times, brings=True)
-            prefixes.open(core, identity)
+            prefixes.answer_of(core, identity)
             bringer = Bringer(store, store.bus, config.attach.tenant, times)
             return Door(listener, core, store, store_parts.values.contents, bringer, times).guests
 

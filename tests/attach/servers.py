@@ -67,9 +67,10 @@ class VllmServer:
     def start(self) -> None:
         """Start it, in a session of its own, so that all its processes can be killed."""
         command = [
-            *self.wrapper, str(self.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
-            "--served-model-name", MODEL, "--dtype", "float32", "--block-size", str(BLOCK_SIZE),
-            "--port", str(self.port), "--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-batched-tokens", "512",
+            *self.wrapper, str(self.python or sys.executable), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(self.model), "--served-model-name", MODEL, "--dtype", "float32",
+            "--block-size", str(BLOCK_SIZE), "--port", str(self.port), "--kv-cache-memory-bytes", str(KV_BYTES),
+            "--max-num-batched-tokens", "512",
             "--enforce-eager", "--max-model-len", "2048", *self.arguments,
         ]  # fmt: skip
         if self.config is not None:

@@ -80,7 +80,7 @@ def test_the_digest(path: Path, holder: LiveHolders, monkeypatch: pytest.MonkeyP
                 assert arena is not None
                 arena.planes[0][0][load.slots[2], 5] ^= 1
                 digests = dict(zip(load.pages, load.digests, strict=True))
-                monkeypatch.setattr(WorkerHalf, "_page_digest", lambda self, page: digests[page])
+                monkeypatch.setattr(WorkerHalf, "_page_digest", lambda _, page, known=digests: known[page])
 
         server.on_plan = damage
         assert is_wrong(server, path)

@@ -1,6 +1,7 @@
 """Attached vLLM servers among what people have around them: routers, proxies of vLLM's, other connectors, clients."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def haproxy(folder: Path, port: int, pair: Pair) -> list[str]:
     config = folder / "haproxy.cfg"
     config.write_text(
         "defaults\n  mode http\n  timeout connect 60s\n  timeout client 600s\n  timeout server 600s\n"
-        f"frontend front\n  bind 127.0.0.1:{port}\n  default_backend vllm\nbackend vllm\n  balance roundrobin\n{servers}"
+        f"frontend front\n  bind 127.0.0.1:{port}\n  default_backend vllm\n"
+        f"backend vllm\n  balance roundrobin\n{servers}"
     )
     return [binary("haproxy"), "-db", "-f", str(config)]
 
@@ -66,7 +68,8 @@ def haproxy(folder: Path, port: int, pair: Pair) -> list[str]:
 @contextmanager
 def routed(command: list[str], port: int) -> Generator[VllmServer]:
     """Have a router up; give it as if it were a server."""
-    with subprocess.Popen(command) as process:
+    libraries = ":".join(map(str, TOOLS.glob("*/usr/lib/*-linux-gnu")))
+    with subprocess.Popen(command, env=dict(os.environ) | {"LD_LIBRARY_PATH": libraries}) as process:
         try:
             router = VllmServer(Path(), "router", port=port, process=process)
             router.await_health()
