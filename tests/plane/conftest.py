@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,7 +114,8 @@ def nothing_is_left(card_in_use: None) -> Iterator[None]:
     with contextlib.suppress(TimeoutError):
         wait_until(lambda: _descriptors() <= before[1])
     left = _descriptors() - before[1]
-    assert not left, f"descriptors left open: {sorted(left)}"
+    running = sorted(thread.name for thread in threading.enumerate())
+    assert not left, f"left open: {[_described(each) for each in sorted(left)]}, beside the threads {running}"
 
 
 @pytest.fixture
@@ -151,6 +153,16 @@ def _descriptors() -> set[str]:
         if name.startswith(("socket:", "/dev/shm/kvmesh-")) or "eventfd" in name:
             names.add(f"{fd.name} {name}")
     return names
+
+
+def _described(descriptor: str) -> str:
+    """Return what a descriptor is, with a socket's addresses: so it is known whose it is."""
+    number, _, kind = descriptor.partition(" ")
+    if not kind.startswith("socket:"):
+        return descriptor
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as sock:
+        return f"{descriptor} {sock!r}"
+    return descriptor
 
 
 def _arenas() -> set[str]:
