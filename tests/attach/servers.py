@@ -202,6 +202,11 @@ class Holder:
         return sorted(Path("/dev/shm").glob(f"kvmesh-{self.pid}-*"))
 
 
+def arenas_of_the_dead() -> list[Path]:
+    """Return what processes of ours that are no more left in shared memory."""
+    return [path for path in Path("/dev/shm").glob("kvmesh-*") if not Path("/proc", path.name.split("-")[1]).exists()]
+
+
 def attached(holder: Holder, name: str, *, module: str = MODULE, **settings: Any) -> VllmServer:
     """Return a server of this holder, not started, which takes no samples: a request that is compared loads nothing.
     `arguments`: of vLLM; `python`: see `VllmServer`."""

@@ -18,7 +18,7 @@ from services.attach.connector.settings import ConnectorSettings, transfer_confi
 from services.bus.embedded import find_server
 from services.files import write_private
 from services.trust.keys import BROKER_FILE
-from tests.attach.servers import MODULE, VllmServer, free_port
+from tests.attach.servers import MODULE, VllmServer, arenas_of_the_dead, free_port
 from tests.attach.test_vllm_attach import needs_vllm, prompt
 from tests.mesh.test_namespaces import EAST, KVMESH, WEST, Inside, inside, keys
 from tests.waiting import wait_until
@@ -198,6 +198,7 @@ def test_two_hundred_requests_while_every_part_is_killed_once(hosts: Hosts) -> N
     for address, server in hosts.servers.items():
         server.kill()
         wait_until(lambda one=address: _is_at_rest(hosts.status(one)))
+    assert not arenas_of_the_dead()
 
 
 def _is_at_rest(status: dict[str, Any]) -> bool:

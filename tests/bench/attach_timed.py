@@ -1,14 +1,14 @@
 """The attached connector with a clock on each hook of its scheduler half, for `bench_attach`.
 
-`KVMESH_HOOK_TIMES` names the file that gets a line `HOOK SECONDS` for each call, as the server ends or every 256 calls.
+`KVMESH_HOOK_TIMES` names the file that gets a line `HOOK SECONDS` for each call.
 """
 
-import atexit
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from services.attach.connector.connector import KvmeshConnector
 
@@ -16,14 +16,12 @@ HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
     "update_connector_output", "request_finished_all_groups",
 )  # fmt: skip
-_LINES: list[str] = []
-_EVERY = 256
 
 
-def _write() -> None:
-    with Path(os.environ["KVMESH_HOOK_TIMES"]).open("a", encoding="ascii") as file:
-        file.writelines(_LINES)
-    _LINES.clear()
+@cache
+def _file() -> TextIO:
+    """Return the file, which a server that is killed has written each line to."""
+    return Path(os.environ["KVMESH_HOOK_TIMES"]).open("a", buffering=1, encoding="ascii")
 
 
 def _timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,9 +30,8 @@ def _timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return hook(*args)
         finally:
-            _LINES.append(f"{name} {time.perf_counter() - began_s:.9f}\n")
-            if len(_LINES) >= _EVERY:
-                _write()
+            took_s = time.perf_counter() - began_s
+            _file().write(f"{name} {took_s:.9f}\n")
 
     return call
 
@@ -45,4 +42,3 @@ class TimedConnector(KvmeshConnector):
 
 for _name in HOOKS:
     setattr(TimedConnector, _name, _timed(_name, getattr(KvmeshConnector, _name)))
-atexit.register(_write)

@@ -143,9 +143,14 @@ async def attached(bench: Bench, *names: str) -> AsyncGenerator[list[Client]]:
             yield [await bench.client(each) for each in servers]
 
 
+async def compute(client: Client, prompt: Sequence[int]) -> Completion:
+    """Ask for one token: of a random model, whose text may be empty."""
+    return await client.complete(prompt, 1, return_token_ids=True)
+
+
 async def first_token_ms(client: Client, prompt: Sequence[int]) -> float:
     await asyncio.sleep(SETTLE_S)
-    return (await client.complete(prompt, 1)).ttft_ms
+    return (await compute(client, prompt)).ttft_ms
 
 
 async def measure_load(bench: Bench, sizes: Sizes) -> list[Row]:
@@ -158,7 +163,7 @@ async def measure_load(bench: Bench, sizes: Sizes) -> list[Row]:
             with progress(f"prompts of {length:,} tokens", 3 * sizes.rounds) as on_step:
                 for number in range(sizes.rounds + 1):
                     prompt, fresh = bench.prompt(length), bench.prompt(length)
-                    await one.complete(prompt, 1)
+                    await compute(one, prompt)
                     await bench.await_held(prompt)
                     pair = [await first_token_ms(other, each) for each in (prompt, fresh)]
                     if number:  # the first warms up
@@ -224,7 +229,7 @@ async def measure_gaps(bench: Bench, sizes: Sizes) -> list[Row]:
         with progress("prompts for loads", 6) as on_step:
             for _ in range(6):
                 prompts.append(bench.prompt(sizes.gap_tokens))
-                await one.complete(prompts[-1], 1)
+                await compute(one, prompts[-1])
                 await bench.await_held(prompts[-1])
                 on_step()
         await asyncio.sleep(SETTLE_S)
@@ -234,7 +239,7 @@ async def measure_gaps(bench: Bench, sizes: Sizes) -> list[Row]:
             await asyncio.sleep(0.1)
             if answer.done():
                 break
-            await other.complete(prompt, 1)
+            await compute(other, prompt)
             num_loads += 1
         beside = await answer
     step_ms = median(alone.gaps_ms)
@@ -285,7 +290,7 @@ async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
             await bench.await_proven(1)
             for _ in range(3):
                 client, prompt = await bench.client(one), bench.prompt(length)
-                await client.complete(prompt, 1)
+                await compute(client, prompt)
                 await bench.await_held(prompt)
                 await one.restart()
                 await bench.await_proven(1)
@@ -337,7 +342,7 @@ async def measure_memory(bench: Bench, sizes: Sizes) -> list[Row]:
             for each in pair:
                 client = await bench.client(each)
                 for _ in range(8):
-                    await client.complete(bench.prompt(sizes.lengths[0]), 1)
+                    await compute(client, bench.prompt(sizes.lengths[0]))
             holder = _anonymous_mib([bench.holder.pid])
             servers = [_anonymous_mib(_group(each.pid)) for each in pair]
     what = "memory of the holder beside its arena"

@@ -133,7 +133,8 @@ class EventTimes:
         for choice in chunk.choices:
             self._token_ids += choice.token_ids or ()
             # The last event ends the text, and brings no token of its own. Another server's may: where it is late, all.
-            if choice.finish_reason is None or (choice.text and not self._arrivals_ms):
+            has_token = bool(choice.text or choice.token_ids)
+            if choice.finish_reason is None or (has_token and not self._arrivals_ms):
                 self._arrivals_ms.append(at_ms)
 
     def fail(self, body: bytes) -> None:
