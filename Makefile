@@ -10,7 +10,7 @@
 # make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
 #             make up ENGINE=vllm: the mesh with vLLM as its workers' engine
 # make attach-test  stock vLLM servers that attach to a holder, in that environment
-# make attach-bench  these servers beside others that are not attached (about 15 minutes; ATTACH_BENCH_FLAGS, as below)
+# make attach-bench  these servers beside others that are not attached (about 25 minutes; ATTACH_BENCH_FLAGS, as below)
 # make vllm-bench  the mesh on vLLM beside vLLM itself, in half an hour; adds NIXL to that environment (240 MB).
 #             VLLM_BENCH_FLAGS='--only alone,loop': these parts; '--quick': only whether it runs
 # make check  ruff, pyright, import contracts
@@ -125,7 +125,7 @@ attach-test: $(ROUTERS)
 	@$(HAS_VLLM)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm --all -W default tests/attach $(VLLM_TEST_FLAGS)
 
-attach-bench: $(NIXL_STAMP)
+attach-bench: setup $(NIXL_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m tests.bench.bench_attach $(ATTACH_BENCH_FLAGS)
 
 # Only one row of it needs NIXL, the connector of vLLM's own split; what it depends on is there already.

@@ -62,7 +62,6 @@ from services.restarts import Restarts
 from services.scheduler.placement.named import policy_named
 from services.settings import changed
 from services.store.load import check_memory as check_store_memory
-from services.store.remote import ValkeyTier
 from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
 from services.trust.keys import (
@@ -471,6 +470,8 @@ def store_config(launch: Launch) -> StoreConfig:
 def check_store(store: StoreConfig) -> None:
     """Raises UserError where the store's server does not answer: before anything is started."""
     if _is_server_url(store.url):
+        from services.store.remote import ValkeyTier  # noqa: PLC0415 - as in `services.store.load`
+
         ValkeyTier(store.url, "", 0, timeout_s=store.timeout_ms / 1000, ttl_s=store.ttl_s).close()
 
 

@@ -20,7 +20,6 @@ from services.holder.parts import HolderParts
 from services.holder.platform import THREADS, Platform
 from services.store.blocks import StoreLimits, StoreMemory
 from services.store.disk import DiskTier
-from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues
 from services.trust.credentials import HolderCredentials, holder_credentials
@@ -28,6 +27,7 @@ from services.trust.credentials import HolderCredentials, holder_credentials
 log = logging.getLogger(__name__)
 
 DISK_URL = "disk"
+SERVER_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
 GIB = 1 << 30
 
 OpenTier = Callable[[StoreConfig, BlockValues], BackTier | None]
@@ -145,7 +145,9 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
     if settings.url == DISK_URL:
         root = Path(settings.path) if settings.path else state_dir() / "store"
         return DiskTier(root, values.identity, values.value_bytes, values.earlier)
-    if settings.url.split("://")[0] in SCHEMES and "://" in settings.url:
+    if settings.url.split("://")[0] in SERVER_SCHEMES and "://" in settings.url:
+        from services.store.remote import ValkeyTier  # noqa: PLC0415 - its client takes 3 MB, which few have a use for
+
         return ValkeyTier(
             settings.url,
             values.identity,

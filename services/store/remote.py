@@ -24,7 +24,6 @@ from services.store.tiers import KEY_BYTES, Entry, StoreKey, TierError, TierFull
 
 log = logging.getLogger(__name__)
 
-SCHEMES = ("redis", "rediss", "valkey", "valkeys")
 _SCAN_COUNT = 1_000
 
 

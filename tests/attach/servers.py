@@ -143,11 +143,12 @@ class VllmServer:
 
 @dataclass
 class Holder:
-    """`kvmesh up --attach` in a folder. `arguments`: more of its flags."""
+    """`kvmesh up --attach` in a folder. `arguments`: more of its flags. `python`: of the environment it runs in."""
 
     folder: Path
     memory_gib: int = 1
     arguments: Sequence[str] = ()
+    python: str = sys.executable
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -159,7 +160,7 @@ class Holder:
         return dict(os.environ) | {"KVMESH_STATE_DIR": str(self.folder)}
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "services.cli.main", "up", "--attach", "--socket", str(self.socket)]
+        command = [self.python, "-m", "services.cli.main", "up", "--attach", "--socket", str(self.socket)]
         log_path = self.folder / "up.log"
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(

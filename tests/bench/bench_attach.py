@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import httpx
@@ -43,14 +43,14 @@ from tests.attach.servers import Holder
 from tests.bench.attach_timed import HOOKS
 from tests.bench.bench_vllm import MODELS, VOCABULARIES, table
 from tests.bench.gpu_report import Row
-from tests.bench.vllm_load import SETTLE_S, Load, compared, in_turn
+from tests.bench.vllm_load import SETTLE_S, Load, Period, compared, in_turn
 from tests.bench.vllm_peers import (
     NIXL,
     NUM_THREADS,
+    ROOT,
     Process,
     ServerOptions,
     missing_nixl,
-    prefill_and_decode,
     proxy,
     server,
     started,
@@ -62,35 +62,43 @@ LOAD_AIMS = {500: 0.15, 1_500: 0.08, 8_000: 0.05}
 ATTACHED, ALONE = "attached", "alone"
 HOOK_MEDIAN_MS, HOOK_P99_MS = 0.3, 2.0
 HOLDER_MIB = 60
-MIB = 1 << 20
+OWN_PYTHON = ROOT / ".venv" / "bin" / "python"
 
 
 class Sizes(NamedTuple):
-    """How much is measured. `gap_tokens`: of each load beside an answer of `gap_answer` tokens."""
+    """How much is measured. `starts`: so often servers are started anew with nothing to load: one is faster than
+    another that is the same by more than what is looked for. `gap_tokens`: of each load beside an answer of
+    `gap_answer` tokens. `answers`: of a turn."""
 
     lengths: tuple[int, ...]
     rounds: int
     loads: tuple[Load, ...]
+    starts: int
     load_rounds: int
     gap_tokens: int
     gap_answer: int
+    gap_rounds: int
     sessions: int
     history: int
     turns: int
+    answers: tuple[int, int]
 
 
 FULL = Sizes(
     lengths=(500, 1_500, 8_000),
     rounds=7,
-    loads=(Load(1, 10, 1_000, 32), Load(0, 48, 1_000, 32, at_once=16)),
-    load_rounds=5,
+    loads=(Load(1, 10, 1_000, 32), Load(0, 32, 1_000, 32, at_once=16)),
+    starts=4,
+    load_rounds=2,
     gap_tokens=3_500,
     gap_answer=400,
-    sessions=8,
+    gap_rounds=3,
+    sessions=11,
     history=1_500,
     turns=4,
+    answers=(100, 200),
 )
-QUICK = Sizes((200,), 1, (Load(0, 4, 200, 8, at_once=4),), 1, 300, 64, 2, 200, 3)
+QUICK = Sizes((200,), 1, (Load(0, 4, 200, 8, at_once=4),), 1, 1, 300, 64, 1, 3, 200, 3, (8, 16))
 
 
 class Bench:
@@ -100,7 +108,10 @@ class Bench:
         self.model = model
         self.folder = folder
         self.http = http
-        self.holder = Holder(folder, memory_gib=2, arguments=("--model", model, "--prefix-port", str(free_port())))
+        # The holder runs in kvmesh's own environment, as docs/attach.md has it, where there is one.
+        python = str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable)
+        flags = ("--model", model, "--prefix-port", str(free_port()))
+        self.holder = Holder(folder, memory_gib=2, arguments=flags, python=python)
         self.rng = random.Random(20261129)
 
     def server(self, name: str, *, is_attached: bool, module: str = "", connector: str = "") -> Process:
@@ -118,7 +129,7 @@ class Bench:
 
     async def await_proven(self, num_servers: int) -> None:
         """Wait until so many servers share: their canaries are over, and no step of theirs beside what is measured."""
-        while sum(each["sharing"] == "on" for each in await asyncio.to_thread(self.holder.servers)) < num_servers:
+        while sum(each["sharing"] == "on" for each in await asyncio.to_thread(self.holder.servers)) != num_servers:
             await asyncio.sleep(0.2)
         await asyncio.sleep(SETTLE_S)
 
@@ -134,13 +145,19 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def attached(bench: Bench, *names: str) -> AsyncGenerator[list[Client]]:
+async def running(bench: Bench, servers: Sequence[Process], num_attached: int) -> AsyncGenerator[list[Client]]:
+    """Have these servers up, and so many of them proven."""
+    async with contextlib.AsyncExitStack() as stack:
+        with progress(f"starting {', '.join(each.name for each in servers)}"):
+            await stack.enter_async_context(started(servers))
+            await bench.await_proven(num_attached)
+            clients = [await bench.client(each) for each in servers]
+        yield clients
+
+
+def attached(bench: Bench, *names: str) -> contextlib.AbstractAsyncContextManager[list[Client]]:
     """Have servers of these names up and attached."""
-    servers = [bench.server(name, is_attached=True) for name in names]
-    with progress(f"starting {', '.join(names)}"):
-        async with started(servers):
-            await bench.await_proven(len(servers))
-            yield [await bench.client(each) for each in servers]
+    return running(bench, [bench.server(name, is_attached=True) for name in names], len(names))
 
 
 async def compute(client: Client, prompt: Sequence[int]) -> Completion:
@@ -177,107 +194,126 @@ async def measure_load(bench: Bench, sizes: Sizes) -> list[Row]:
 
 async def measure_nothing(bench: Bench, sizes: Sizes) -> list[Row]:
     """Prompts that nobody has sent before, on a server that is attached and on one that is not."""
-    times = bench.folder / "hooks.txt"
-    os.environ["KVMESH_HOOK_TIMES"] = str(times)
+    names = (ATTACHED, ALONE)
+    periods: dict[Load, dict[str, list[Period]]] = {load: {name: [] for name in names} for load in sizes.loads}
+    with progress("rounds of `nothing`", sizes.starts * sizes.load_rounds * len(sizes.loads) * 2) as on_period:
+        for start in range(sizes.starts):
+            servers = [bench.server(name, is_attached=name == ATTACHED) for name in names]
+            async with running(bench, servers, 1) as clients:
+                sides = dict(zip(names, clients, strict=True))
+                found = await in_turn(sides, sizes.loads, sizes.load_rounds, VOCAB, on_period, seed=start)
+            for load, of_load in found.items():
+                for name, some in of_load.items():
+                    periods[load][name] += some
     rows: list[Row] = []
-    pair = [bench.server(ATTACHED, is_attached=True), bench.server(ALONE, is_attached=False)]
-    with progress("starting two servers"):
-        async with started(pair):
-            await bench.await_proven(1)
-            clients = {name: await bench.client(each) for name, each in zip((ATTACHED, ALONE), pair, strict=True)}
-            with progress("rounds of `nothing`", sizes.load_rounds * len(sizes.loads) * 2) as on_period:
-                found = await in_turn(clients, sizes.loads, sizes.load_rounds, VOCAB, on_period)
-    for load, sides in found.items():
+    for load, of_load in periods.items():
         ttft, token, rate = (
-            [[getattr(one, name) for one in side] for side in sides.values()]
+            [[getattr(one, name) for one in side] for side in of_load.values()]
             for name in ("ttft_ms", "ms_per_token", "tokens_per_s")
         )
-        rows.append(compared(f"TTFT mean, {load.words}", list(sides), ttft, "ms", 1.03))
-        rows.append(compared(f"per token, {load.words}", list(sides), token, "ms", 1.01))
+        rows.append(compared(f"TTFT mean, {load.words}", names, ttft, "ms", 1.03))
+        rows.append(compared(f"per token, {load.words}", names, token, "ms", 1.01))
         if not load.per_s:
-            rows.append(compared(f"throughput, {load.words}", list(sides), rate, "tokens/s", 0.98, "more"))
-    # The hooks are timed on a server of their own: a clock in each costs something itself.
+            rows.append(compared(f"throughput, {load.words}", names, rate, "tokens/s", 0.98, "more"))
+    return [*rows, *await _measure_hooks(bench, sizes)]
+
+
+async def _measure_hooks(bench: Bench, sizes: Sizes) -> list[Row]:
+    """Times of the connector's hooks, on a server of their own: a clock in each costs something itself."""
+    times = bench.folder / "hooks.txt"
+    os.environ["KVMESH_HOOK_TIMES"] = str(times)
     one = bench.server("timed", is_attached=True, module="tests.bench.attach_timed", connector="TimedConnector")
-    with progress("times of the connector's hooks"):
-        async with started([one]):
-            await bench.await_proven(1)
-            client = await bench.client(one)
-            await in_turn({"timed": client}, sizes.loads, max(1, sizes.load_rounds // 2), VOCAB, lambda: None)
-    return [*rows, *_hook_rows(times)]
-
-
-def _hook_rows(times: Path) -> list[Row]:
-    calls: defaultdict[str, list[float]] = defaultdict(list)
-    for line in times.read_text("ascii").splitlines():
-        name, seconds = line.split()
-        calls[name].append(1e3 * float(seconds))
+    calls: dict[Load, defaultdict[str, list[float]]] = {}
+    async with running(bench, [one], 1) as (client,):
+        for number, load in enumerate(sizes.loads):
+            times.write_text("")
+            await in_turn({"timed": client}, [load], sizes.load_rounds, VOCAB, lambda: None, seed=1_000 + number)
+            calls[load] = defaultdict(list)
+            for line in times.read_text("ascii").splitlines():
+                name, seconds = line.split()
+                calls[load][name].append(1e3 * float(seconds))
     rows: list[Row] = []
     for name in HOOKS:
-        half, late = median(calls[name]), percentile(calls[name], 99) or 0.0
-        worst = max(half / HOOK_MEDIAN_MS, late / HOOK_P99_MS)
-        of_what = f"of {HOOK_MEDIAN_MS:g}, p99 {late:.3f} of {HOOK_P99_MS:g} ms; {len(calls[name])} calls"
-        result = f"median {half:.3f} {of_what}"
+        told: list[str] = []
+        worst = 0.0
+        for load, of_load in calls.items():
+            half, late = median(of_load[name]), percentile(of_load[name], 99) or 0.0
+            worst = max(worst, half / HOOK_MEDIAN_MS, late / HOOK_P99_MS)
+            told.append(f"{load.words}: median {half:.3f}, p99 {late:.3f} of {len(of_load[name])}")
+        result = f"{'; '.join(told)}; aims {HOOK_MEDIAN_MS:g} and {HOOK_P99_MS:g} ms"
         rows.append(Row(what=name, result=result, ratio=worst, aim=1.0, better="less"))
     return rows
 
 
 async def measure_gaps(bench: Bench, sizes: Sizes) -> list[Row]:
-    """A long answer, alone and beside loads, one after another, of prompts that another server has computed."""
+    """A long answer, alone; beside loads, one after another, of prompts that another server has computed; and beside
+    the same prompts once more, which the server finds in its own cache."""
+    late: dict[str, list[float]] = {kind: [] for kind in ("alone", "loads", "own hits")}
+    steps_ms: list[float] = []
+    num_loads = 6
     async with attached(bench, "one", "other") as (one, other):
-        alone = await other.complete(bench.prompt(64), sizes.gap_answer)
-        prompts: list[list[int]] = []
-        with progress("prompts for loads", 6) as on_step:
-            for _ in range(6):
-                prompts.append(bench.prompt(sizes.gap_tokens))
-                await compute(one, prompts[-1])
-                await bench.await_held(prompts[-1])
-                on_step()
-        await asyncio.sleep(SETTLE_S)
-        answer = asyncio.create_task(other.complete(bench.prompt(64), sizes.gap_answer))
-        num_loads = 0
-        for prompt in prompts:
-            await asyncio.sleep(0.1)
-            if answer.done():
-                break
-            await compute(other, prompt)
-            num_loads += 1
-        beside = await answer
-    step_ms = median(alone.gaps_ms)
-    late, late_alone = percentile(beside.gaps_ms, 99) or 0.0, percentile(alone.gaps_ms, 99) or 0.0
-    size = sizes.gap_tokens * 16 / 1024
-    result = (
-        f"p99 {late:.1f} ms beside {num_loads} loads of {size:.0f} MiB, {late_alone:.1f} alone; a step {step_ms:.1f} ms"
-    )
-    return [Row(what="gaps of an answer, p99 in steps", result=result, ratio=late / step_ms, aim=2.0, better="less")]
+        with progress("answers beside loads", sizes.gap_rounds * (num_loads + len(late))) as on_step:
+            await other.complete(bench.prompt(64), sizes.gap_answer)  # warms up
+            for _ in range(sizes.gap_rounds):
+                prompts: list[list[int]] = []
+                for _ in range(num_loads):
+                    prompts.append(bench.prompt(sizes.gap_tokens))
+                    await compute(one, prompts[-1])
+                    await bench.await_held(prompts[-1])
+                    on_step()
+                for kind, gaps in late.items():
+                    await asyncio.sleep(SETTLE_S)
+                    asking = asyncio.create_task(other.complete(bench.prompt(64), sizes.gap_answer))
+                    for prompt in prompts if kind != "alone" else []:
+                        await asyncio.sleep(0.1)
+                        await compute(other, prompt)
+                    answer = await asking
+                    gaps.append(percentile(answer.gaps_ms, 99) or 0.0)
+                    if kind == "alone":
+                        steps_ms.append(median(answer.gaps_ms))
+                    on_step()
+    what = f"p99 gap of an answer, {num_loads} loads of {sizes.gap_tokens * 16 / 1024:.0f} MiB"
+    return [
+        compared(f"{what}: in steps", ("beside loads", "a step"), (late["loads"], steps_ms), "ms", 2.0),
+        compared(f"{what}: alone, in steps", ("alone", "a step"), (late["alone"], steps_ms), "ms"),
+        compared(
+            f"{what}: against hits of vLLM's own cache",
+            ("beside loads", "beside such hits"),
+            (late["loads"], late["own hits"]),
+            "ms",
+        ),
+    ]
 
 
 async def measure_turns(bench: Bench, sizes: Sizes) -> list[Row]:
-    """The same conversations on two servers behind round robin, attached and not."""
+    """The same conversations on two servers behind round robin, attached and not. In each turn they come in another
+    order: half of them come to the server that had their last turn."""
+    kinds = (ATTACHED, ALONE)
     servers = {
-        kind: [bench.server(f"{kind}-{number}", is_attached=kind == ATTACHED) for number in range(2)]
-        for kind in (ATTACHED, ALONE)
+        kind: [bench.server(f"{kind}-{number}", is_attached=kind == ATTACHED) for number in range(2)] for kind in kinds
     }
-    medians: dict[str, list[float]] = {kind: [] for kind in servers}
-    with progress("starting four servers"):
-        async with started([each for pair in servers.values() for each in pair]):
-            await bench.await_proven(2)
-            clients = {kind: [await bench.client(each) for each in pair] for kind, pair in servers.items()}
-            conversations = make_conversations(
-                7, sizes.history, num_turns=sizes.turns, count=sizes.sessions, output=(32, 32), vocab_size=VOCAB
-            )
-            held: dict[str, list[list[Completion]]] = {kind: [[] for _ in conversations] for kind in clients}
-            with progress("turns", 2 * sizes.turns) as on_turn:
-                for turn in range(1, sizes.turns + 1):
-                    for kind, pair in clients.items():
-                        await asyncio.sleep(SETTLE_S)
-                        for at, conversation in enumerate(conversations):
-                            # Round robin over one conversation's turns, and over conversations.
-                            answers = await converse(pair[(at + turn) % 2], conversation, 0, held[kind][at], turn)
-                            held[kind][at] = answers
-                        if turn > 1:
-                            medians[kind].append(median(each[turn - 1].ttft_ms for each in held[kind]))
-                        on_turn()
-    return [compared("TTFT of later turns, medians by turn", (ATTACHED, ALONE), list(medians.values()), "ms", 0.3)]
+    held: dict[str, list[list[Completion]]] = {kind: [[] for _ in range(sizes.sessions)] for kind in kinds}
+    conversations = make_conversations(
+        7, sizes.history, num_turns=sizes.turns, count=sizes.sessions, output=sizes.answers, vocab_size=VOCAB
+    )
+    async with running(bench, [each for pair in servers.values() for each in pair], 2):
+        clients = {kind: [await bench.client(each) for each in pair] for kind, pair in servers.items()}
+        with progress("turns", 2 * sizes.turns) as on_turn:
+            for turn in range(1, sizes.turns + 1):
+                order = bench.rng.sample(range(sizes.sessions), sizes.sessions)
+                for kind, pair in clients.items():
+                    await asyncio.sleep(SETTLE_S)
+                    for number, at in enumerate(order):
+                        held[kind][at] = await converse(pair[number % 2], conversations[at], 0, held[kind][at], turn)
+                    on_turn()
+    by_turn = {
+        kind: [fmean(each[turn].ttft_ms for each in held[kind]) for turn in range(1, sizes.turns)] for kind in kinds
+    }
+    means = [fmean(by_turn[kind]) for kind in kinds]
+    ratios = ", ".join(f"{one / other:.2f}" for one, other in zip(*by_turn.values(), strict=True))
+    shown = f"attached {means[0]:.1f}, alone {means[1]:.1f} ms; turn by turn {ratios}"
+    what = f"mean TTFT of later turns, {sizes.sessions} conversations"
+    return [Row(what=what, result=shown, ratio=means[0] / means[1], aim=0.3, better="less")]
 
 
 async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
@@ -285,16 +321,14 @@ async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
     one = bench.server("one", is_attached=True)
     loaded: list[float] = []
     computed: list[float] = []
-    with progress("restarts", 3) as on_step:
-        async with started([one]):
-            await bench.await_proven(1)
+    async with running(bench, [one], 1) as (client,):
+        with progress("restarts", 3) as on_step:
             for _ in range(3):
-                client, prompt = await bench.client(one), bench.prompt(length)
+                prompt = bench.prompt(length)
                 await compute(client, prompt)
                 await bench.await_held(prompt)
                 await one.restart()
                 await bench.await_proven(1)
-                client = await bench.client(one)
                 loaded.append(await first_token_ms(client, prompt))
                 computed.append(await first_token_ms(client, bench.prompt(length)))
                 on_step()
@@ -303,48 +337,46 @@ async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
 
 
 async def measure_pd(bench: Bench, sizes: Sizes) -> list[Row]:
-    """A prompt through a proxy to a prefill and a decode server, beside the same length on the prefill server alone."""
+    """A prompt through a proxy to a prefill and a decode server, beside the same length on that prefill server alone.
+    NIXL's pair is up at another time: its threads never rest."""
     length = sizes.lengths[min(1, len(sizes.lengths) - 1)]
-    pair = [bench.server(name, is_attached=True) for name in ("prefill", "decode")]
-    times: dict[str, list[float]] = defaultdict(list)
-    with progress("starting prefill and decode servers"):
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(started(pair))
-            await bench.await_proven(2)
-            front = proxy(pair[0], pair[1], bench.folder)
-            await stack.enter_async_context(started([front]))
-            sides = {ATTACHED: await bench.client(front), "P alone": await bench.client(pair[0])}
-            if not (missing := missing_nixl()):
-                logs = bench.folder / "nixl"
-                logs.mkdir()
-                url = await stack.enter_async_context(prefill_and_decode(bench.model, NIXL, logs))
-                sides["NIXL"] = await Client.open(bench.http, url)
-            with progress("rounds of `pd`", (sizes.rounds + 1) * len(sides)) as on_step:
-                for number in range(sizes.rounds + 1):
-                    for name, client in sides.items():
-                        found = await first_token_ms(client, bench.prompt(length))
-                        if number:
-                            times[name].append(found)
-                        on_step()
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    pairs = {"attached": [bench.server(role, is_attached=True) for role in roles]}
+    if not (missing := missing_nixl()):
+        pairs["NIXL"] = [
+            server(
+                ServerOptions(name=f"nixl-{role}", model=bench.model, transfer=NIXL | {"kv_role": kind}), bench.folder
+            )
+            for role, kind in roles.items()
+        ]
     what = f"TTFT behind a proxy, {length:,} tokens"
-    rows = [compared(f"{what}: attached", (ATTACHED, "P alone"), (times[ATTACHED], times["P alone"]), "ms", 1.15)]
-    if missing:
-        return [*rows, Row(what=f"{what}: NIXL", error=missing)]
-    rows.append(compared(f"{what}: NIXL", ("NIXL", "P alone"), (times["NIXL"], times["P alone"]), "ms"))
-    return [*rows, compared(f"{what}: attached / NIXL", (ATTACHED, "NIXL"), (times[ATTACHED], times["NIXL"]), "ms")]
+    rows: list[Row] = []
+    for kind, pair in pairs.items():
+        times: dict[str, list[float]] = defaultdict(list)
+        async with running(bench, pair, 2 if kind == ATTACHED else 0) as (prefill, _):
+            front = proxy(*pair, bench.folder)
+            async with started([front]):
+                sides = {kind: await bench.client(front), "P alone": prefill}
+                with progress(f"rounds of `pd`, {kind}", (sizes.rounds + 1) * len(sides)) as on_step:
+                    for number in range(sizes.rounds + 1):
+                        for name, client in sides.items():
+                            found = await first_token_ms(client, bench.prompt(length))
+                            if number:
+                                times[name].append(found)
+                            on_step()
+        aim = 1.15 if kind == ATTACHED else None
+        rows.append(compared(f"{what}: {kind}", tuple(times), tuple(times.values()), "ms", aim))
+    return rows if not missing else [*rows, Row(what=f"{what}: NIXL", error=missing)]
 
 
 async def measure_memory(bench: Bench, sizes: Sizes) -> list[Row]:
     pair = [bench.server(ATTACHED, is_attached=True), bench.server(ALONE, is_attached=False)]
-    with progress("starting two servers"):
-        async with started(pair):
-            await bench.await_proven(1)
-            for each in pair:
-                client = await bench.client(each)
-                for _ in range(8):
-                    await compute(client, bench.prompt(sizes.lengths[0]))
-            holder = _anonymous_mib([bench.holder.pid])
-            servers = [_anonymous_mib(_group(each.pid)) for each in pair]
+    async with running(bench, pair, 1) as clients:
+        for client in clients:
+            for _ in range(50):
+                await compute(client, bench.prompt(sizes.lengths[0]))
+        holder = _anonymous_mib([bench.holder.pid])
+        servers = [_anonymous_mib(_group(each.pid)) for each in pair]
     what = "memory of the holder beside its arena"
     of_connector = f"a server with the connector {servers[0]:,.0f}, without {servers[1]:,.0f} MiB"
     return [

@@ -105,9 +105,11 @@ async def in_turn(
     num_rounds: int,
     vocab_size: int,
     on_period: Callable[[], object],
+    seed: int = 20261123,
 ) -> dict[Load, dict[str, list[Period]]]:
-    """Return the periods of each load and side, round by round. Who is first changes every round."""
-    rng = random.Random(20261123)
+    """Return the periods of each load and side, round by round. Who is first changes every round. `seed`: of the
+    prompts."""
+    rng = random.Random(seed)
     found: defaultdict[Load, dict[str, list[Period]]] = defaultdict(lambda: {name: [] for name in clients})
     for client in clients.values():
         for _ in range(WARM_UP_REQUESTS):
