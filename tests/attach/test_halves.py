@@ -1,5 +1,6 @@
 """Both halves of the connector in a server that stands in for vLLM, and a holder that runs."""
 
+import gc
 import random
 from pathlib import Path
 
@@ -69,6 +70,21 @@ def test_another_salt_is_other_kv(path: Path, holder: LiveHolders) -> None:
         assert server.run(prompt(1)).num_loaded == 0 and server.run(prompt(1), cache_salt="y").num_loaded == 0
 
 
+@pytest.mark.slow
+def test_ten_thousand_requests_with_a_salt_each_leave_what_fits(path: Path, holder: LiveHolders) -> None:
+    """In a server, and in a holder of 64 blocks that are all of other requests: nothing grows with what went by."""
+    with fake_server(path, "a") as server:
+        server.await_proven()
+        num_objects: list[int] = []
+        for number in range(10_000):
+            assert server.run(prompt(1, SIZE + 3), cache_salt=f"salt {number}").num_loaded == 0
+            if number % 1_000 == 999:
+                gc.collect()
+                num_objects.append(len(gc.get_objects()))
+        assert max(num_objects[1:]) - min(num_objects[1:]) < 1_000, num_objects
+        wait_until(lambda: server.run(prompt(2), cache_salt="x").num_loaded == 5 * SIZE)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -93,7 +109,8 @@ def test_params_of_a_client_s_own_change_nothing(path: Path, holder: LiveHolders
     with fake_server(path, "a") as server:
         server.await_proven()
         wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
-        for params in (lies, {"kvmesh": 7}, {"kvmesh": {"canary": None}}):
+        salts = {"kvmesh": {"salt": "x", "cache_salt": "x"}, "cache_salt": "x", "salt": "x"}
+        for params in (lies, {"kvmesh": 7}, {"kvmesh": {"canary": None}}, salts):
             ran = server.run(prompt(1), kv_transfer_params=params)
             assert (ran.num_loaded, ran.answer) == (5 * SIZE, alone(path, prompt(1)))
 

@@ -2,9 +2,13 @@
 says which. No server is started; a server of another version is another identity, and shares with none of this one."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+from services.attach.connector.identity import NotServedError
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.engine.vllm_engine.test_vllm_surface import CONNECTOR, named, parameters
 
@@ -109,3 +113,62 @@ def test_a_request_of_its_scheduler_s() -> None:
 def test_how_a_block_is_packed() -> None:
     found = parameters(named("vllm.v1.attention.backends.cpu_attn._get_attn_isa"))
     assert [each.name for each in found[:4]] == ["dtype", "block_size", "head_size", "kv_cache_dtype"]
+
+
+# What vLLM has its KV in: `register_kv_caches` takes pages that are all of their memory, each byte once.
+
+SHAPE = (4, 2, 32, 16)
+
+
+def sound() -> dict[str, Any]:
+    return {f"model.layers.{number}.self_attn.attn": torch.zeros(SHAPE) for number in range(2)}
+
+
+def strided() -> dict[str, Any]:
+    return sound() | {"model.layers.1.self_attn.attn": torch.zeros((8, *SHAPE[1:]))[::2]}
+
+
+def transposed() -> dict[str, Any]:
+    return sound() | {"model.layers.1.self_attn.attn": torch.zeros((4, 32, 2, 16)).transpose(1, 2)}
+
+
+def padded() -> dict[str, Any]:
+    return sound() | {"model.layers.1.self_attn.attn": torch.zeros((5, *SHAPE[1:]))[:4]}
+
+
+def overlapping() -> dict[str, Any]:
+    memory = torch.zeros((6, *SHAPE[1:]))
+    return {"model.layers.0.self_attn.attn": memory[:4], "model.layers.1.self_attn.attn": memory[2:]}
+
+
+def unnumbered() -> dict[str, Any]:
+    return sound() | {"model.attn": torch.zeros(SHAPE)}
+
+
+@pytest.fixture
+def pages_of(_vllm: None) -> Callable[[dict[str, Any]], dict[int, Any]]:
+    from services.attach.connector.connector import pages_of
+
+    return pages_of
+
+
+def test_pages_are_a_layer_s_memory(pages_of: Any) -> None:
+    caches = sound()
+    pages = pages_of(caches)
+    assert sorted(pages) == [0, 1] and pages[1].shape == (4, 2 * 32 * 16 * 4)
+    pages[1][2] = 255
+    first, second = caches.values()
+    assert second[2].view(torch.int32).eq(-1).all() and not second[[0, 1, 3]].any() and not first.any()
+
+
+def test_layers_may_lie_in_one_memory(pages_of: Any) -> None:
+    memory = torch.zeros((8, *SHAPE[1:]))
+    pages = pages_of({"model.layers.0.self_attn.attn": memory[:4], "model.layers.1.self_attn.attn": memory[4:]})
+    pages[1][0] = 255
+    assert memory[4].view(torch.int32).eq(-1).all() and not memory[:4].any()
+
+
+@pytest.mark.parametrize("planted", [strided, transposed, padded, overlapping, unnumbered])
+def test_pages_that_are_not_are_refused(pages_of: Any, planted: Callable[[], dict[str, Any]]) -> None:
+    with pytest.raises(NotServedError):
+        pages_of(planted())

@@ -1,11 +1,13 @@
 """Stock vLLM servers that attach to a holder, beside servers that do not: `make attach-bench`, in .venv-vllm.
 
-    load      TTFT of a prompt that another server has computed, beside computing it on the same server
+    load      TTFT of a prompt that another server has computed, beside computing one on the same server, and beside
+              finding this one in the server's own cache
     nothing   a server that is attached and finds nothing, beside one that is not; times of the connector's hooks
-    gaps      gaps of an answer beside loads of 57 MB
+    gaps      gaps of an answer beside loads of 57 MB, and beside hits of the server's own cache
     turns     later turns of conversations over two servers behind round robin, attached and not
     restart   the first turn after a server's restart, beside computing it
-    pd        prefill and decode behind a proxy: attached, with NIXL's connector, and the prefill server alone
+    pd        prefill and decode behind a proxy, beside a server alone
+    nixl      the same with NIXL's connector in place of ours
     memory    what the holder takes beside its arena, and a connector in a server
 
 Every server has one thread to compute with; no process is pinned. What is compared is up at the same time, and has its
@@ -171,24 +173,26 @@ async def first_token_ms(client: Client, prompt: Sequence[int]) -> float:
 
 
 async def measure_load(bench: Bench, sizes: Sizes) -> list[Row]:
-    """One server computes, and the other one loads; beside it this one computes another prompt."""
+    """One server computes, and the other one loads; beside it this one computes another prompt, and answers the first
+    one once more, from its own cache: what it takes where nothing is computed and nothing loaded."""
     rows: list[Row] = []
     async with attached(bench, "one", "other") as (one, other):
         for length in sizes.lengths:
-            loaded: list[float] = []
-            computed: list[float] = []
-            with progress(f"prompts of {length:,} tokens", 3 * sizes.rounds) as on_step:
+            times: dict[str, list[float]] = {kind: [] for kind in ("loaded", "own hit", "computed")}
+            with progress(f"prompts of {length:,} tokens", sizes.rounds + 1) as on_step:
                 for number in range(sizes.rounds + 1):
-                    prompt, fresh = bench.prompt(length), bench.prompt(length)
+                    prompt = bench.prompt(length)
                     await compute(one, prompt)
                     await bench.await_held(prompt)
-                    pair = [await first_token_ms(other, each) for each in (prompt, fresh)]
-                    if number:  # the first warms up
-                        loaded.append(pair[0])
-                        computed.append(pair[1])
+                    for kind, side in times.items():
+                        asked = bench.prompt(length) if kind == "computed" else prompt
+                        found = await first_token_ms(other, asked)
+                        if number:  # the first warms up
+                            side.append(found)
                     on_step()
-            aim = LOAD_AIMS.get(length)
-            rows.append(compared(f"TTFT, {length:,} tokens", ("loaded", "computed"), (loaded, computed), "ms", aim))
+            what, loaded, aim = f"TTFT, {length:,} tokens", times["loaded"], LOAD_AIMS.get(length)
+            rows.append(compared(what, ("loaded", "computed"), (loaded, times["computed"]), "ms", aim))
+            rows.append(compared(f"{what}: against a hit", ("loaded", "own hit"), (loaded, times["own hit"]), "ms"))
     return rows
 
 
@@ -296,24 +300,39 @@ async def measure_turns(bench: Bench, sizes: Sizes) -> list[Row]:
     conversations = make_conversations(
         7, sizes.history, num_turns=sizes.turns, count=sizes.sessions, output=sizes.answers, vocab_size=VOCAB
     )
+    # By turn, which of the servers each conversation comes to.
+    places: list[dict[int, int]] = []
+    for _ in range(sizes.turns):
+        order = bench.rng.sample(range(sizes.sessions), sizes.sessions)
+        places.append({at: number % 2 for number, at in enumerate(order)})
     async with running(bench, [each for pair in servers.values() for each in pair], 2):
         clients = {kind: [await bench.client(each) for each in pair] for kind, pair in servers.items()}
-        with progress("turns", 2 * sizes.turns) as on_turn:
-            for turn in range(1, sizes.turns + 1):
-                order = bench.rng.sample(range(sizes.sessions), sizes.sessions)
+        with progress("turns", 2 * sizes.turns * sizes.sessions) as on_step:
+            for turn, order in enumerate(places, 1):
                 for kind, pair in clients.items():
-                    await asyncio.sleep(SETTLE_S)
-                    for number, at in enumerate(order):
-                        held[kind][at] = await converse(pair[number % 2], conversations[at], 0, held[kind][at], turn)
-                    on_turn()
-    by_turn = {
-        kind: [fmean(each[turn].ttft_ms for each in held[kind]) for turn in range(1, sizes.turns)] for kind in kinds
-    }
-    means = [fmean(by_turn[kind]) for kind in kinds]
-    ratios = ", ".join(f"{one / other:.2f}" for one, other in zip(*by_turn.values(), strict=True))
-    shown = f"attached {means[0]:.1f}, alone {means[1]:.1f} ms; turn by turn {ratios}"
-    what = f"mean TTFT of later turns, {sizes.sessions} conversations"
-    return [Row(what=what, result=shown, ratio=means[0] / means[1], aim=0.3, better="less")]
+                    for at, place in order.items():
+                        await asyncio.sleep(SETTLE_S)
+                        held[kind][at] = await converse(pair[place], conversations[at], 0, held[kind][at], turn)
+                        on_step()
+    later = [(turn, at) for turn in range(1, sizes.turns) for at in range(sizes.sessions)]
+    moved = [(turn, at) for turn, at in later if places[turn][at] != places[turn - 1][at]]
+    return [_turn_row(held, later, "", 0.3), _turn_row(held, moved, " that come to the other server", None)]
+
+
+def _turn_row(
+    held: dict[str, list[list[Completion]]], which: list[tuple[int, int]], words: str, aim: float | None
+) -> Row:
+    """Return the row of these turns, each (turn, conversation), by their mean: few of them cost nearly all."""
+
+    def mean_ms(kind: str, turns: set[int]) -> float:
+        return fmean(held[kind][at][turn].ttft_ms for turn, at in which if turn in turns)
+
+    turns = {turn for turn, _ in which}
+    means = {kind: mean_ms(kind, turns) for kind in held}
+    by_turn = [f"{mean_ms(ATTACHED, {turn}) / mean_ms(ALONE, {turn}):.2f}" for turn in sorted(turns)]
+    shown = f"attached {means[ATTACHED]:.1f}, alone {means[ALONE]:.1f} ms; turn by turn {', '.join(by_turn)}"
+    what = f"mean TTFT of {len(which)} later turns{words}"
+    return Row(what=what, result=shown, ratio=means[ATTACHED] / means[ALONE], aim=aim, better="less")
 
 
 async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
@@ -337,36 +356,40 @@ async def measure_restart(bench: Bench, sizes: Sizes) -> list[Row]:
 
 
 async def measure_pd(bench: Bench, sizes: Sizes) -> list[Row]:
-    """A prompt through a proxy to a prefill and a decode server, beside the same length on that prefill server alone.
-    NIXL's pair is up at another time: its threads never rest."""
+    """Attached servers as prefill and decode behind a proxy."""
+    pair = [bench.server(name, is_attached=True) for name in ("prefill", "decode")]
+    return await _behind_proxy(bench, sizes, "attached", pair, 2, 1.15)
+
+
+async def measure_nixl(bench: Bench, sizes: Sizes) -> list[Row]:
+    """The same with vLLM's own connector. At another time: NIXL's threads never rest."""
+    if missing := missing_nixl():
+        return [Row(what="TTFT behind a proxy: NIXL", error=missing)]
+    pair = [
+        server(ServerOptions(name=name, model=bench.model, transfer=NIXL | {"kv_role": role}), bench.folder)
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+    ]
+    return await _behind_proxy(bench, sizes, "NIXL", pair, 0, None)
+
+
+async def _behind_proxy(
+    bench: Bench, sizes: Sizes, kind: str, pair: Sequence[Process], num_attached: int, aim: float | None
+) -> list[Row]:
+    """A prompt through a proxy to a prefill and a decode server, beside the same length on a server alone."""
     length = sizes.lengths[min(1, len(sizes.lengths) - 1)]
-    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-    pairs = {"attached": [bench.server(role, is_attached=True) for role in roles]}
-    if not (missing := missing_nixl()):
-        pairs["NIXL"] = [
-            server(
-                ServerOptions(name=f"nixl-{role}", model=bench.model, transfer=NIXL | {"kv_role": kind}), bench.folder
-            )
-            for role, kind in roles.items()
-        ]
-    what = f"TTFT behind a proxy, {length:,} tokens"
-    rows: list[Row] = []
-    for kind, pair in pairs.items():
-        times: dict[str, list[float]] = defaultdict(list)
-        async with running(bench, pair, 2 if kind == ATTACHED else 0) as (prefill, _):
-            front = proxy(*pair, bench.folder)
-            async with started([front]):
-                sides = {kind: await bench.client(front), "P alone": prefill}
-                with progress(f"rounds of `pd`, {kind}", (sizes.rounds + 1) * len(sides)) as on_step:
-                    for number in range(sizes.rounds + 1):
-                        for name, client in sides.items():
-                            found = await first_token_ms(client, bench.prompt(length))
-                            if number:
-                                times[name].append(found)
-                            on_step()
-        aim = 1.15 if kind == ATTACHED else None
-        rows.append(compared(f"{what}: {kind}", tuple(times), tuple(times.values()), "ms", aim))
-    return rows if not missing else [*rows, Row(what=f"{what}: NIXL", error=missing)]
+    times: dict[str, list[float]] = {kind: [], ALONE: []}
+    async with running(bench, [*pair, bench.server(ALONE, is_attached=False)], num_attached) as (*_, alone):
+        front = proxy(*pair, bench.folder)
+        async with started([front]):
+            sides = {kind: await bench.client(front), ALONE: alone}
+            with progress(f"rounds behind a proxy, {kind}", (sizes.rounds + 1) * len(sides)) as on_step:
+                for number in range(sizes.rounds + 1):
+                    for name, client in sides.items():
+                        found = await first_token_ms(client, bench.prompt(length))
+                        if number:
+                            times[name].append(found)
+                        on_step()
+    return [compared(f"TTFT behind a proxy, {length:,} tokens", tuple(times), tuple(times.values()), "ms", aim)]
 
 
 async def measure_memory(bench: Bench, sizes: Sizes) -> list[Row]:
@@ -411,6 +434,7 @@ PARTS: dict[str, Callable[[Bench, Sizes], Awaitable[list[Row]]]] = {
     "turns": measure_turns,
     "restart": measure_restart,
     "pd": measure_pd,
+    "nixl": measure_nixl,
     "memory": measure_memory,
 }
 

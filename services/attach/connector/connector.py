@@ -121,7 +121,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):
         names = [name for group in self._groups for name in group.layer_names]
         if sorted(names) != sorted(kv_caches):
             raise NotServedError(f"vLLM has KV of {sorted(kv_caches)}, and its groups name {sorted(names)}")
-        self._worker.register_pages(_pages(kv_caches))
+        self._worker.register_pages(pages_of(kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_loads(self._plan())
@@ -151,7 +151,7 @@ class KvmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
 
-def _pages(caches: Mapping[str, torch.Tensor]) -> dict[int, Any]:
+def pages_of(caches: Mapping[str, torch.Tensor]) -> dict[int, Any]:
     """Return each layer's pages as bytes, [pages, bytes]. Raises NotServedError unless these are all of the memory that
     vLLM has its KV in, each byte once: then a page's bytes would not be all of its KV, or be another's as well."""
     num_bytes: Counter[int] = Counter()
