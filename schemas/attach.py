@@ -42,9 +42,11 @@ class Use(enum.StrEnum):
 
 
 class NotSaved(enum.StrEnum):
-    """Why computed blocks, or a whole request, were not shared. `NO_ROOM`: the holder had given no empty slots."""
+    """Why computed blocks, or a whole request, were not shared. `NO_ROOM`: the holder had given no empty slots. `LATE`:
+    it had not answered in time."""
 
     NO_ROOM = "no_room"
+    LATE = "late"
     NO_HOLDER = "no_holder"
     OFF = "off"
     IMAGES = "images"

@@ -76,8 +76,8 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 class AttachedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is attached to a holder (`docs/attach.md`). `sharing`: proving, on or off, and `why`. `not_saved`:
     why blocks or requests were not shared, each with their number, for people. `num_brought_blocks`: that were brought
-    for it from elsewhere. `num_held`: blocks that are pinned for it, or empty and its own. `canary`: how its last one
-    went."""
+    for it from elsewhere. `num_pinned`: blocks that it is to load. `num_empty`: blocks that it may write KV
+    into. `canary`: how its last one went."""
 
     server: str
     model: str
@@ -90,7 +90,8 @@ class AttachedServer(msgspec.Struct, frozen=True, kw_only=True):
     num_saved_blocks: Number = 0
     num_compared: Number = 0
     num_refused: Number = 0
-    num_held: Number = 0
+    num_pinned: Number = 0
+    num_empty: Number = 0
     canary: str = ""
     not_saved: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ from schemas.block import join_hashes
 from schemas.directory import HolderPrefix, LocateBlocks
 from schemas.ids import BlockHash, RequestId, WorkerId, is_subject_token, new_id
 from services.attach.core import AttachCore, Bring
-from services.attach.limits import MAX_RATES, MIN_FETCH_BLOCKS
+from services.attach.limits import DOUBT, MAX_RATES, MIN_FETCH_BLOCKS, RATED_BLOCKS
 from services.bus.typed import TypedBus
 from services.holder.core.events import CopyWanted
 from services.holder.limits import MESSAGE_BLOCKS
@@ -36,7 +36,7 @@ class Bringer:
         layout = store.holder.parts.shape.layout
         self._block_bytes, self._block_size = layout.block_bytes, layout.block_size
         self._rates: dict[WorkerId, float] = {}
-        """By holder, bytes a second of what was read from it."""
+        """By holder, bytes a second of what was read from it last."""
         self.changed = asyncio.Event()
 
     async def bring(self, asked: Bring, core: AttachCore, traceparent: str) -> None:
@@ -46,7 +46,8 @@ class Bringer:
         async with asyncio.timeout(self._times.fetch_s + asked.wait_ms / 1000):
             num_here = await self._load(hashes)
             while (rest := hashes[num_here:]) and core.is_waiting(asked.server, asked.number):
-                await self._fetch(rest, asked.hint, core.servers[asked.server].token_s, traceparent)
+                if not await self._fetch(rest, asked.hint, core.servers[asked.server].token_s, traceparent):
+                    return
                 # Whoever sent the hint may have been quicker than the blocks.
                 num_here = self.num_here(asked)
                 if time.monotonic() >= until_s:
@@ -64,17 +65,18 @@ class Bringer:
         async with self._store.loader.held(join_hashes(hashes), self._tenant, self._times.fetch_s):
             return self._store.memory.num_leading(hashes, self._tenant)
 
-    async def _fetch(self, hashes: Sequence[BlockHash], hint: str, token_s: float, traceparent: str) -> None:
+    async def _fetch(self, hashes: Sequence[BlockHash], hint: str, token_s: float, traceparent: str) -> bool:
         """Copy what another holder has, the one with the longest run. `token_s`: how long computing a token takes; 0:
-        that is not known."""
+        that is not known. Return False where computing is quicker."""
         source = await self._source(hashes, hint, traceparent)
         if source is None:
-            return
+            return True
         wanted = hashes[: min(source.num_blocks, MESSAGE_BLOCKS)]
         rate = self._rates.get(source.worker_id, 0.0)
         read_s = len(wanted) * self._block_bytes / rate if rate else 0.0
         if token_s and read_s > len(wanted) * self._block_size * token_s:
-            return  # computing is quicker
+            self._rates[source.worker_id] = rate * DOUBT
+            return False
         began_s, num_before = time.monotonic(), self._store.memory.num_leading(hashes, self._tenant)
         deadline_ms = now_ms() + round(1000 * self._times.fetch_s)
         self._store.step(
@@ -84,8 +86,9 @@ class Bringer:
             self.changed.clear()
             await self.changed.wait()
         num_read = self._store.memory.num_leading(hashes, self._tenant) - num_before
-        if num_read > 0:
+        if num_read >= RATED_BLOCKS:
             self._note_rate(source.worker_id, num_read * self._block_bytes / (time.monotonic() - began_s))
+        return True
 
     async def _source(self, hashes: Sequence[BlockHash], hint: str, traceparent: str) -> HolderPrefix | None:
         """Return who is to be read from, by what the directory says, or a hint; the holder decides at the lease."""
@@ -103,6 +106,7 @@ class Bringer:
         return best if best is not None and best.num_blocks >= MIN_FETCH_BLOCKS else None
 
     def _note_rate(self, holder: WorkerId, rate: float) -> None:
-        self._rates[holder] = (self._rates.pop(holder, rate) + rate) / 2
+        self._rates.pop(holder, None)
+        self._rates[holder] = rate
         if len(self._rates) > MAX_RATES:
             del self._rates[next(iter(self._rates))]

@@ -254,9 +254,9 @@ class Server:
     not_saved: dict[NotSaved, int] = field(default_factory=dict[NotSaved, int])
 
     @property
-    def num_held(self) -> int:
-        """Blocks that are pinned for it, each as often as it is, or empty and its own."""
-        return len(self.purse) + sum(len(pin.blocks) for pin in self.pins.values())
+    def num_pinned(self) -> int:
+        """Blocks that are pinned for it, each as often as it is."""
+        return sum(len(pin.blocks) for pin in self.pins.values())
 
 
 class AttachCore:

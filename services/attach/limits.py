@@ -11,7 +11,11 @@ MIN_FETCH_BLOCKS = 2
 MAX_RATES = 256
 """Holders of which it is known how quickly they are read."""
 RATED_BLOCKS = 4
-"""A step that fills fewer blocks says nothing of how quickly prompts are computed."""
+"""A step that fills fewer blocks says nothing of how quickly prompts are computed, nor a read of fewer how quickly a
+holder is read from."""
+DOUBT = 1.1
+"""Each time that a holder is not read from, as computing is quicker, it is taken to be so much quicker than it was: it
+may have been slow once, and is tried again."""
 MAX_TRACED = 4_096
 """Questions of which it is known in which trace their spans are: the last ones."""
 MAX_PREFIX_BYTES = 8 << 20

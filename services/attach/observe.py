@@ -57,7 +57,7 @@ class AttachMetrics:
         servers = self._core.servers.values()
         sharing = Counter(server.sharing for server in servers)
         self._metrics.set_series(names.ATTACH_SERVERS, {(each.value,): sharing[each] for each in Sharing})
-        num_held = sum(server.num_held for server in servers) + self._core.num_given_up
+        num_held = sum(server.num_pinned + len(server.purse) for server in servers) + self._core.num_given_up
         self._metrics.set_series(names.ATTACH_HELD_BLOCKS, {(): num_held})
 
 
@@ -117,7 +117,8 @@ def _described(name: str, server: Server) -> AttachedServer:
         num_saved_blocks=server.num_saved_blocks,
         num_compared=server.num_compared,
         num_refused=server.num_refused,
-        num_held=server.num_held,
+        num_pinned=server.num_pinned,
+        num_empty=len(server.purse),
         canary=server.canary,
         not_saved=tuple(f"{reason} {number}" for reason, number in sorted(server.not_saved.items())),
     )

@@ -115,7 +115,7 @@ def servers_table(servers: Iterable[AttachedServer]) -> Table:
     for each in servers:
         counts = (
             each.num_asked_tokens, each.num_loaded_tokens, each.num_brought_blocks, each.num_saved_blocks,
-            each.num_compared, each.num_refused, each.num_held,
+            each.num_compared, each.num_refused, each.num_pinned + each.num_empty,
         )  # fmt: skip
         name = each.server if len(each.server) <= SHOWN_CHARS else each.server[: SHOWN_CHARS - 1] + "…"
         table.add_row(name, each.sharing, *map(str, counts))

@@ -28,6 +28,8 @@ from tests.waiting import wait_until
 
 NUM_PAGES = 64
 STEP_TOKENS = 32
+PURSE_STEP_BLOCKS = 4
+"""What it says that a step may compute: its purse has room for twice as many blocks, a prompt of these tests."""
 TOP = 20
 
 
@@ -85,7 +87,7 @@ class FakeServer:
         changes = {"url": self._api.url, "identity": identity} | changes
         self.clients = {half: HolderClient(str(path), hello(name, half, **changes)) for half in Half}
         self.scheduler = SchedulerHalf(
-            self.clients[Half.SCHEDULER], identity, check_every=check_every, step_tokens=STEP_TOKENS
+            self.clients[Half.SCHEDULER], identity, check_every=check_every, step_tokens=PURSE_STEP_BLOCKS * self._size
         )
         self.worker = WorkerHalf(self.clients[Half.WORKER], identity)
         self.worker.register_pages(dict(enumerate(self.pages)))

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.attach import Half
+from schemas.attach import Ask, Half, Have, Saved, SlotsGiven, Use, WantSlots
+from schemas.block import BlockHasher, join_hashes
+from services.attach.connector.identity import layout_of
 from services.telemetry import Key, SpanName, SpanRecord
 from tests.attach.core_rig import IDENTITY
 from tests.attach.fake_server import FakeServer, fake_server
 from tests.attach.live_holders import LiveHolders, live_holders
+from tests.attach.test_door import half
 from tests.attach.test_halves import alone, prompt
 from tests.waiting import wait_until
 
@@ -60,6 +63,37 @@ def test_a_server_whose_kv_differs_from_another_holder_s_does_not_begin_to_share
             third.await_proven()
             ran = third.run(prompt(8))
             assert (ran.num_loaded, ran.answer) == (0, alone(paths[0], prompt(8))), "it believes no other holder now"
+
+
+def test_a_holder_that_was_read_slowly_once_is_tried_again(holders: LiveHolders, paths: list[Path]) -> None:
+    """The asking server says that it computes a token in no time: next to that, all reading is slow."""
+
+    def hashes_of(seed: int, num_blocks: int) -> bytes:
+        hasher = BlockHasher(SIZE, model_fingerprint=layout_of(IDENTITY).fingerprint)
+        return join_hashes(hasher.extend(prompt(seed), num_blocks * SIZE))
+
+    with fake_server(paths[0], "a") as one, half(paths[1]) as scheduler, half(paths[1], Half.WORKER) as worker:
+        one.await_proven()
+        for seed in (1, 2):
+            wait_until(lambda seed=seed: one.run(prompt(seed)).num_loaded == 5 * SIZE)
+            holders.await_located(prompt(seed))
+
+        def num_brought(seed: int) -> int:
+            scheduler.send(Ask(seed, hashes_of(seed, 5), Use.COMPARE))
+            answers = [scheduler.receive()]
+            while isinstance(answers[-1], Have) and answers[-1].has_more:
+                answers.append(scheduler.receive())
+            assert isinstance(answers[-1], Have)
+            return len(answers[-1].slots)
+
+        assert num_brought(1) == 5
+        scheduler.send(WantSlots(4))
+        given = scheduler.receive()
+        assert isinstance(given, SlotsGiven)
+        worker.send(Saved(1, given.slots, hashes_of(3, 4), 1e-9))
+        wait_until(lambda: num_brought(3) == 4)
+        assert num_brought(2) == 0
+        wait_until(lambda: num_brought(2) == 5)
 
 
 def test_a_trace_shows_what_was_asked_fetched_and_loaded(servers: list[FakeServer], holders: LiveHolders) -> None:

@@ -336,7 +336,7 @@ def test_what_is_not_here_is_brought_and_the_question_answered_again() -> None:
     assert rig.step(BringEnded(B, 7, 1)) == [], "once"
     assert rig.core.servers[B].num_brought_blocks == 1
     rig.send(B, Release(7))
-    assert rig.core.servers[B].num_held == 0
+    assert rig.core.servers[B].num_pinned == 0
 
 
 def test_what_another_server_is_about_to_save_is_waited_for() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from schemas.attach import Half, NotSaved
+from services.attach.connector.plan import StepPlan
 from tests.attach.core_rig import IDENTITY
 from tests.attach.fake_server import FakeServer, fake_server
 from tests.attach.live_holders import LiveHolders, live_holders
@@ -222,6 +223,28 @@ def test_without_a_holder_a_server_computes_and_attaches_when_there_is_one(path:
         with live_holders(path):
             server.await_proven()
             assert server.run(prompt(1)).num_loaded == 0, "the new holder has nothing"
+            wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "not seen yet"])
+def test_a_load_is_under_way_when_the_holder_ends(path: Path, *, is_seen: bool) -> None:
+    with fake_server(path, "a") as server:
+        right = alone(path, prompt(1))
+        with live_holders(path) as holder:
+            server.await_proven()
+            wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
+
+            def end(plan: StepPlan) -> None:
+                if plan.loads:
+                    holder.end()
+                    if is_seen:
+                        wait_until(lambda: server.clients[Half.WORKER].welcome is None)
+
+            server.on_plan = end
+            assert server.run(prompt(1)).answer == right
+            server.on_plan = lambda plan: None
+        with live_holders(path):
+            server.await_proven()
             wait_until(lambda: server.run(prompt(1)).num_loaded == 5 * SIZE)
 
 

@@ -264,9 +264,11 @@ class SchedulerHalf:
             is_there = client.welcome is not None and client.welcome.attachment == one.attachment
         if have is not None and have.has_more:
             one.partial, have = have, None
-        within_s = GIVE_UP_S if one.partial is None else one.wait_s + one.fetch_s + GRACE_S
-        if have is None and is_there and time.monotonic() - one.asked_s < within_s:
-            return False
+        within_s = one.wait_s + (GIVE_UP_S if one.partial is None else one.fetch_s + GRACE_S)
+        if have is None and is_there:
+            if time.monotonic() - one.asked_s < within_s:
+                return False
+            self._counts.miss(NotSaved.LATE)
         # A later answer takes the place of this one at the holder: what it pins ends with the request.
         one.found = (have or one.partial or _nothing(one)) if is_there else _nothing(one)
         return True
