@@ -1,9 +1,11 @@
 """Stock vLLM servers as processes, attached to a holder of a real mesh, for tests of the night."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,8 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from schemas import subjects
+from schemas.observe import DescribeWorker
 from services.attach.connector.settings import ConnectorSettings, transfer_config
+from services.bus.base import BusError
+from services.bus.nats import NatsBus
+from services.bus.typed import TypedBus
+from services.cli.limits import ASK_TIMEOUT_S
+from services.cli.running import mesh_of
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.trust.keys import BusAccess, Role, credentials_file, person_access
 from tests.waiting import wait_until
 
 MODULE = "services.attach.connector.connector"
@@ -24,7 +36,20 @@ MODEL = "m"
 BLOCK_SIZE = 32
 START_S = 300.0
 KV_BYTES = 64 << 20
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"}
+VOCABULARY = 250
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, all servers of a machine share its first core
+}  # fmt: skip
+
+
+def prompt(seed: int, num_tokens: int = 700) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCABULARY), k=num_tokens)
+
+
+def whole(num_tokens: int) -> int:
+    """Return how many tokens of a prompt can be loaded."""
+    return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def free_port() -> int:
@@ -184,12 +209,12 @@ class Holder:
         return int(found.stdout.split()[0])
 
     def status(self) -> dict[str, Any]:
-        """Return what `kvmesh status attach-0` says."""
-        found = subprocess.run(
-            [sys.executable, "-m", "services.cli.main", "status", "attach-0", "--json"],
-            capture_output=True, text=True, check=False, env=self.environment,
-        )  # fmt: skip
-        return json.loads(found.stdout) if found.returncode == 0 else {}
+        """Return what it says of itself; {} where it does not answer."""
+        mesh = mesh_of(self.folder)
+        if mesh is None:
+            return {}
+        key = credentials_file(Path(mesh.keys), Role.OBSERVER)
+        return described(person_access(mesh.nats_url, key, Role.OBSERVER), "attach-0")
 
     def servers(self) -> list[dict[str, Any]]:
         return self.status().get("servers", [])
@@ -201,6 +226,32 @@ class Holder:
     def arenas(self) -> list[Path]:
         """Return those in shared memory of the holder that runs."""
         return sorted(Path("/dev/shm").glob(f"kvmesh-{self.pid}-*"))
+
+
+def described(access: BusAccess, name: str) -> dict[str, Any]:
+    """Return what `kvmesh status NAME --json` prints, without a process a question; {} where nobody answers."""
+
+    async def ask() -> dict[str, Any]:
+        connection = await NatsBus.connect(access, "tests")
+        try:
+            bus = TypedBus(connection, "tests")
+            return msgspec.to_builtins(await bus.ask(subjects.WORKER_STATUS, (name,), DescribeWorker(), ASK_TIMEOUT_S))
+        finally:
+            await connection.close()
+
+    try:
+        return asyncio.run(ask())
+    except BusError:
+        return {}
+
+
+def is_at_rest(status: dict[str, Any]) -> bool:
+    """Return whether a holder holds nothing for its servers but their empty slots; False where it did not answer."""
+    if not status:
+        return False
+    servers, blocks = status["servers"], status["load"]["blocks"]
+    num_empty = sum(each["num_empty"] for each in servers)
+    return not any(each["num_pinned"] for each in servers) and (blocks["running"], blocks["leased"]) == (num_empty, 0)
 
 
 def arenas_of_the_dead() -> list[Path]:
@@ -228,3 +279,32 @@ def running(*servers: VllmServer) -> Generator[None]:
     finally:
         for server in servers:
             server.kill()
+
+
+class Pair:
+    """Two servers of one holder. `python`: see `VllmServer`."""
+
+    def __init__(self, folder: Path, python: Path, module: str) -> None:
+        self._port = free_port()
+        self.holder = Holder(folder, arguments=("--prefix-port", str(self._port)))
+        self.holder.start()
+        self.one, self.other = (attached(self.holder, name, module=module, python=python) for name in ("one", "other"))
+
+    def is_proven(self) -> bool:
+        return [each["sharing"] for each in self.holder.servers()] == ["on", "on"]
+
+    def await_held(self, tokens: Sequence[int], cache_salt: str = "") -> None:
+        """Wait until the holder has all of a prompt that can be loaded: it answers routers."""
+        question = json.dumps({"tokens": list(tokens), "cache_salt": cache_salt}).encode()
+        url, headers = f"http://127.0.0.1:{self._port}/v1/kv/prefix", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, question, headers)
+
+        def is_held() -> bool:
+            with urllib.request.urlopen(request, timeout=START_S) as reply:
+                return json.load(reply)["tokens"] >= whole(len(tokens))
+
+        wait_until(is_held)
+
+    def is_at_rest(self) -> bool:
+        """Return whether nothing is pinned, and what is neither free nor kept is in the servers' purses."""
+        return is_at_rest(self.holder.status())

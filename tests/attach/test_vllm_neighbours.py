@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.attach.servers import BLOCK_SIZE, MODEL, VllmServer, attached, free_port, running
-from tests.attach.test_vllm_attach import Pair, needs_vllm, pair, prompt, whole
+from tests.attach.servers import BLOCK_SIZE, MODEL, Pair, VllmServer, attached, free_port, prompt, running, whole
 from tests.waiting import wait_until
 
-__all__ = ["needs_vllm", "pair"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOOLS = Path(__file__).parents[2] / ".kvmesh" / "tools"
@@ -88,8 +86,8 @@ def test_turns_of_a_conversation_behind_a_router(pair: Pair, tmp_path: Path, rou
         for turn in range(4):
             answer = front.ask(conversation).tokens
             assert answer == pair.one.computed(conversation)
+            pair.await_held(conversation)
             conversation = [*conversation, *answer, *prompt(seed + turn, 40)]
-            pair.await_saved()
     # Round robin: a turn, or the question for what is right beside it, is on a server that has not had the last one.
     assert pair.one.num_loaded() + pair.other.num_loaded() - before >= whole(600)
 
@@ -160,7 +158,7 @@ def test_beside_vllm_s_example_connector(pair: Pair, tmp_path: Path) -> None:
         wait_until(lambda: [each["sharing"] for each in pair.holder.servers()] == ["on"] * 3)
         tokens = prompt(4_600)
         pair.one.ask(tokens)
-        pair.await_saved()
+        pair.await_held(tokens)
         before = beside.num_loaded()
         assert beside.ask(tokens).tokens == pair.other.computed(tokens)
         assert beside.num_loaded() - before >= whole(len(tokens)) - BLOCK_SIZE
@@ -171,7 +169,7 @@ def test_openai_s_client(pair: Pair) -> None:
     openai = pytest.importorskip("openai")
     tokens = prompt(4_700)
     right = pair.one.ask(tokens).tokens
-    pair.await_saved()
+    pair.await_held(tokens)
     client = openai.OpenAI(base_url=f"{pair.other.url}/v1", api_key="none")
     more = {"ignore_eos": True, "return_token_ids": True}
     before = pair.other.num_loaded()
@@ -212,7 +210,6 @@ def test_vllm_s_own_benchmark(pair: Pair, tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2_000:]
         assert json.loads(result.read_text())["completed"] == 12
-        pair.await_saved()
 
 
 def chat(server: VllmServer, messages: list[dict[str, str]], **fields: str) -> str:
