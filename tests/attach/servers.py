@@ -203,9 +203,14 @@ class Holder:
     @property
     def pid(self) -> int:
         """Of the holder itself."""
-        found = subprocess.run(
-            ["pgrep", "-f", f"serve attach --id attach-0 .*{self.folder}"], capture_output=True, text=True, check=True
-        )
+        return self._pid_of(f"serve attach --id attach-0 .*{self.folder}")
+
+    @property
+    def broker_pid(self) -> int:
+        return self._pid_of(f"nats-server .*{self.folder}")
+
+    def _pid_of(self, command: str) -> int:
+        found = subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=True)
         return int(found.stdout.split()[0])
 
     def status(self) -> dict[str, Any]:

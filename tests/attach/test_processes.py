@@ -18,6 +18,9 @@ from tests.attach.fake_server import fake_server
 from tests.attach.servers import Holder
 from tests.waiting import wait_until
 
+ASKED = {"do_remote_decode": True}
+"""What a proxy sends with a prompt that is to be decoded elsewhere."""
+
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Generator[Holder]:
@@ -130,42 +133,77 @@ def test_a_second_holder_does_not_take_the_socket(holder: Holder) -> None:
     assert refused.returncode == 2 and "another holder has the socket" in refused.stderr
 
 
-def test_a_second_holder_of_the_mesh_brings_what_the_first_one_has(holder: Holder, tmp_path: Path) -> None:
+@pytest.fixture
+def second(holder: Holder, tmp_path: Path) -> Generator[Path]:
+    """The socket of `attach-1`, another holder of the same mesh."""
     mesh = json.loads((holder.folder / "mesh.json").read_bytes())
-    second = tmp_path / "second.sock"
+    path = tmp_path / "second.sock"
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "services.cli.main", "attach", "--socket", str(second), "--bus", mesh["nats_url"],
+            sys.executable, "-m", "services.cli.main", "attach", "--socket", str(path), "--bus", mesh["nats_url"],
             "--keys", mesh["keys"], "--id", "attach-1",
         ],
         env=holder.environment, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    try:
-        wait_until(second.exists)
-        with (
-            fake_server(holder.socket, "a", identity=identity()) as one,
-            fake_server(second, "c", identity=identity()) as other,
-        ):
-            one.await_proven()
-            other.await_proven()
-            wait_until(lambda: "attach-1" in run(holder, "status").stdout)
-            prompt = list(range(200))
-            ran = one.run(prompt, kv_transfer_params={"do_remote_decode": True})
-            assert ran.params is not None and ran.params["kvmesh"] == {"holder": "attach-0", "tokens": 192}
-            there = other.run(prompt, kv_transfer_params=ran.params)
-            assert (there.num_loaded, there.answer) == (192, ran.answer)
-            described = json.loads(run(holder, "status", "attach-1", "--json").stdout)
-            (shown,) = described["servers"]
-            assert shown["num_brought_blocks"] >= 6, "and the canary's"
-            # Without a hint, by the directory: it has what is a moment old.
-            numbers = itertools.count(1)
+    wait_until(path.exists)
+    yield path
+    process.terminate()
+    assert process.wait(60) == 0
 
-            def is_found() -> bool:
-                prompt = list(range(next(numbers), 200))
-                one.run(prompt)
-                return other.run(prompt).num_loaded >= 160
 
-            wait_until(is_found)
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0
+def test_a_second_holder_of_the_mesh_brings_what_the_first_one_has(holder: Holder, second: Path) -> None:
+    with (
+        fake_server(holder.socket, "a", identity=identity()) as one,
+        fake_server(second, "c", identity=identity()) as other,
+    ):
+        one.await_proven()
+        other.await_proven()
+        wait_until(lambda: "attach-1" in run(holder, "status").stdout)
+        prompt = list(range(200))
+        ran = one.run(prompt, kv_transfer_params=ASKED)
+        assert ran.params is not None and ran.params["kvmesh"] == {"holder": "attach-0", "tokens": 192}
+        there = other.run(prompt, kv_transfer_params=ran.params)
+        assert (there.num_loaded, there.answer) == (192, ran.answer)
+        described = json.loads(run(holder, "status", "attach-1", "--json").stdout)
+        (shown,) = described["servers"]
+        assert shown["num_brought_blocks"] >= 6, "and the canary's"
+        # Without a hint, by the directory: it has what is a moment old.
+        numbers = itertools.count(1)
+
+        def is_found() -> bool:
+            prompt = list(range(next(numbers), 200))
+            one.run(prompt)
+            return other.run(prompt).num_loaded >= 160
+
+        wait_until(is_found)
+
+
+def test_what_cannot_be_brought_is_computed_and_what_is_here_needs_no_broker(holder: Holder, second: Path) -> None:
+    with (
+        fake_server(holder.socket, "a", identity=identity()) as one,
+        fake_server(second, "c", identity=identity()) as other,
+    ):
+        one.await_proven()
+        other.await_proven()
+        there = [list(range(first, 200)) for first in range(3)]
+        computed = [one.run(prompt, kv_transfer_params=ASKED) for prompt in there]
+
+        def is_computed(which: int) -> bool:
+            ran = other.run(there[which], kv_transfer_params=computed[which].params)
+            return (ran.num_loaded, ran.answer) == (0, computed[which].answer)
+
+        # Who has it stands still, and is killed: its successor has nothing, whatever the directory says.
+        source = holder.pid
+        os.kill(source, signal.SIGSTOP)
+        assert is_computed(0)
+        os.kill(source, signal.SIGKILL)
+        assert is_computed(1)
+        wait_until(lambda: other.run(there[0]).num_loaded == 192)
+        broker = holder.broker_pid
+        os.kill(broker, signal.SIGSTOP)
+        try:
+            ran = other.run(there[0])
+            assert (ran.num_loaded, ran.answer) == (192, computed[0].answer)
+            assert is_computed(2)
+        finally:
+            os.kill(broker, signal.SIGCONT)

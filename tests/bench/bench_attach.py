@@ -2,7 +2,8 @@
 
     load      TTFT of a prompt that another server has computed, beside computing one on the same server, and beside
               finding this one in the server's own cache
-    nothing   a server that is attached and finds nothing, beside one that is not; times of the connector's hooks
+    nothing   a server that is attached and finds nothing, beside one that is not, and beside one whose connector does
+              nothing; times of the connector's hooks
     gaps      gaps of an answer beside loads of 57 MB, and beside hits of the server's own cache
     turns     later turns of conversations over two servers behind round robin, attached and not
     restart   the first turn after a server's restart, beside computing it
@@ -61,7 +62,7 @@ from tests.bench.vllm_peers import (
 SIZE = "30 M"
 VOCAB = VOCABULARIES[SIZE]
 LOAD_AIMS = {500: 0.15, 1_500: 0.08, 8_000: 0.05}
-ATTACHED, ALONE = "attached", "alone"
+ATTACHED, ALONE, IDLE = "attached", "alone", "idle connector"
 HOOK_MEDIAN_MS, HOOK_P99_MS = 0.3, 2.0
 HOLDER_MIB = 60
 OWN_PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -117,10 +118,11 @@ class Bench:
         self.rng = random.Random(20261129)
 
     def server(self, name: str, *, is_attached: bool, module: str = "", connector: str = "") -> Process:
+        """`module`, `connector`: in place of ours, or of none."""
         port = free_port()
         transfer = self.holder.config(port, check_every=1 << 30) if is_attached else {}
         if module:
-            transfer |= {"kv_connector_module_path": module, "kv_connector": connector}
+            transfer |= {"kv_connector_module_path": module, "kv_connector": connector, "kv_role": "kv_both"}
         return server(ServerOptions(name=name, model=self.model, transfer=transfer, port=port), self.folder)
 
     async def client(self, process: Process) -> Client:
@@ -197,12 +199,15 @@ async def measure_load(bench: Bench, sizes: Sizes) -> list[Row]:
 
 
 async def measure_nothing(bench: Bench, sizes: Sizes) -> list[Row]:
-    """Prompts that nobody has sent before, on a server that is attached and on one that is not."""
-    names = (ATTACHED, ALONE)
+    """Prompts that nobody has sent before, on a server that is attached, on one that is not, and on one that has a
+    connector which does nothing: what vLLM itself takes for having one."""
+    names = (ATTACHED, ALONE, IDLE)
     periods: dict[Load, dict[str, list[Period]]] = {load: {name: [] for name in names} for load in sizes.loads}
-    with progress("rounds of `nothing`", sizes.starts * sizes.load_rounds * len(sizes.loads) * 2) as on_period:
+    with progress("rounds of `nothing`", sizes.starts * sizes.load_rounds * len(sizes.loads) * len(names)) as on_period:
         for start in range(sizes.starts):
-            servers = [bench.server(name, is_attached=name == ATTACHED) for name in names]
+            servers = [bench.server(name, is_attached=name == ATTACHED) for name in (ATTACHED, ALONE)]
+            module = "tests.bench.idle_connector"
+            servers.append(bench.server("idle", is_attached=False, module=module, connector="IdleConnector"))
             async with running(bench, servers, 1) as clients:
                 sides = dict(zip(names, clients, strict=True))
                 found = await in_turn(sides, sizes.loads, sizes.load_rounds, VOCAB, on_period, seed=start)
@@ -215,10 +220,13 @@ async def measure_nothing(bench: Bench, sizes: Sizes) -> list[Row]:
             [[getattr(one, name) for one in side] for side in of_load.values()]
             for name in ("ttft_ms", "ms_per_token", "tokens_per_s")
         )
-        rows.append(compared(f"TTFT mean, {load.words}", names, ttft, "ms", 1.03))
-        rows.append(compared(f"per token, {load.words}", names, token, "ms", 1.01))
-        if not load.per_s:
-            rows.append(compared(f"throughput, {load.words}", names, rate, "tokens/s", 0.98, "more"))
+        for at, (ttft_aim, token_aim, rate_aim) in ((1, (1.03, 1.01, 0.98)), (2, (None, None, None))):
+            sides, behind = (names[0], names[at]), f", beside {names[at]}"
+            rows.append(compared(f"TTFT mean, {load.words}{behind}", sides, (ttft[0], ttft[at]), "ms", ttft_aim))
+            rows.append(compared(f"per token, {load.words}{behind}", sides, (token[0], token[at]), "ms", token_aim))
+            if not load.per_s:
+                what = f"throughput, {load.words}{behind}"
+                rows.append(compared(what, sides, (rate[0], rate[at]), "tokens/s", rate_aim, "more"))
     return [*rows, *await _measure_hooks(bench, sizes)]
 
 
