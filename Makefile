@@ -10,7 +10,7 @@
 # make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
 #             make up ENGINE=vllm: the mesh with vLLM as its workers' engine
 # make attach-test  stock vLLM servers that attach to a holder, in that environment
-# make attach-bench  these servers beside others that are not attached (about 25 minutes; ATTACH_BENCH_FLAGS, as below)
+# make attach-bench  these servers beside others that are not attached (about 45 minutes; ATTACH_BENCH_FLAGS, as below)
 # make vllm-bench  the mesh on vLLM beside vLLM itself, in half an hour; adds NIXL to that environment (240 MB).
 #             VLLM_BENCH_FLAGS='--only alone,loop': these parts; '--quick': only whether it runs
 # make check  ruff, pyright, import contracts

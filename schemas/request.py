@@ -304,6 +304,8 @@ class AttemptFailure(enum.StrEnum):
     """The worker's engine has died, and is started again. What was computed before can be read there."""
     PREEMPTED = "preempted"
     """The worker is full, and another one has room for this answer."""
+    ORPHANED = "orphaned"
+    """Nobody served the gateway's questions any more: the worker took it for dead, and has ended the attempt."""
     GRAMMAR = "grammar"
     """The answer cannot be what the request requires. No other worker can do better."""
 

@@ -104,7 +104,7 @@ PARTS = (
     Part("bench", 60, "the benchmarks of docs/benchmarks.md", targets=("bench",)),
     Part("vllm-bench", 35, "the mesh on vLLM beside vLLM itself", targets=("vllm-bench",)),
     Part("attach", 15, "stock vLLM servers that attach: their tests", targets=("vllm", "attach-test")),
-    Part("attach-bench", 20, "stock vLLM servers that attach, beside others", targets=("attach-bench",)),
+    Part("attach-bench", 45, "stock vLLM servers that attach, beside others", targets=("attach-bench",)),
     Part("gpu", 20, "what needs a graphics card", targets=("gpu-test", "gpu-bench"), why_not=no_card),
 )  # fmt: skip
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 NOTHING: Mapping[str, str] = {}
+LOST = "the connection was lost"
+"""Why a BusError ends what was asked over a connection that has ended: nobody knows whether it has arrived."""
 
 _FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _HEADER_BYTES = len(": \r\n")
@@ -128,7 +130,8 @@ class Bus(Protocol):
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
         """Send and await one reply. Raises NoRespondersError, RequestTimedOutError, MessageTooLargeError,
-        BusClosedError (at once, also when the bus is closed while the request waits)."""
+        BusClosedError (at once, also when the bus is closed while the request waits), BusError (`LOST`: at once, when
+        the connection ends while the request waits: it may have arrived)."""
         ...
 
     async def subscribe(self, pattern: str, queue: str = "") -> Subscription:

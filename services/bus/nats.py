@@ -34,6 +34,7 @@ from schemas.broker import DISCONNECTED
 from schemas.permissions import INBOX, PEOPLE, inboxes_of
 from services.bus import limits
 from services.bus.base import (
+    LOST,
     NOTHING,
     BusClosedError,
     BusError,
@@ -195,6 +196,10 @@ class NatsEndpoint:
 def _look_at(closed: "asyncio.Future[None]") -> None:
     if not closed.cancelled():
         closed.exception()
+
+
+class ConnectionLostError(nats.errors.Error):
+    """What was asked went over a connection that has ended: no reply comes."""
 
 
 class MistrustedError(nats.errors.Error):
@@ -605,6 +610,13 @@ class NatsBus:
             if not trip.done():
                 trip.set_exception(error)
 
+    def _end_requests(self, error: nats.errors.Error) -> None:
+        """Their replies will not come: the library would leave them to their timeouts."""
+        waiting: dict[str, asyncio.Future[Msg]] = self._client._resp_map  # pyright: ignore
+        for reply in list(waiting.values()):
+            if not reply.done():
+                reply.set_exception(error)
+
     async def _on_error(self, error: Exception) -> None:
         # A reader that is too slow loses messages; the connection itself is fine.
         if isinstance(error, nats.errors.SlowConsumerError):
@@ -645,7 +657,8 @@ class NatsBus:
 
     async def _on_disconnected(self) -> None:
         is_closed = self._client.is_closed
-        self._end_trips(BusClosedError() if is_closed else BusError("the bus", "the connection was lost"))
+        self._end_trips(BusClosedError() if is_closed else BusError("the bus", LOST))
+        self._end_requests(nats.errors.ConnectionClosedError() if is_closed else ConnectionLostError())
         if not is_closed:
             log.warning("lost the broker at %s; trying again several times a second", self._url)
 
@@ -656,12 +669,8 @@ class NatsBus:
         log.warning("the broker at %s is back", self._url)
 
     async def _on_closed(self) -> None:
-        """End what waits: the library leaves its requests to their timeouts."""
         self.closed.set()
-        waiting: dict[str, asyncio.Future[Msg]] = self._client._resp_map  # pyright: ignore
-        for reply in list(waiting.values()):
-            if not reply.done():
-                reply.set_exception(nats.errors.ConnectionClosedError())
+        self._end_requests(nats.errors.ConnectionClosedError())
         for endpoint in self._endpoints:
             await endpoint.close()
 
@@ -671,6 +680,8 @@ def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
     match error:
         case nats.errors.ConnectionClosedError() | nats.errors.ConnectionDrainingError():
             return BusClosedError(subject)
+        case ConnectionLostError():
+            return BusError(subject, LOST)
         case nats.errors.OutboundBufferLimitError():
             return BusError(subject, _BUFFER_FULL)
         case _:

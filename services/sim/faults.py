@@ -52,6 +52,7 @@ class FaultActor:
         await asyncio.sleep(max(until_s - asyncio.get_running_loop().time(), 0.0))
         conditions.held_until_s.clear()
         mesh.network.heal()
+        mesh.broker.restore_all()
         if not mesh.broker.is_up:
             mesh.broker.come_up()
         mesh.broker.go_on()
@@ -103,7 +104,7 @@ class FaultActor:
                 if engines := [service.engine for service in living if service.engine is not None]:
                     engine = self._rng.choice(engines)
                     (engine.kill_engine if fault.do == "kill_engine" else engine.hang_engine)(fault.for_s)
-            case "kill" | "pause" | "drain" | "partition" | "plane_cut" | "clock_step" | "clock_drift":
+            case "kill" | "pause" | "drain" | "partition" | "plane_cut" | "bus_cut" | "clock_step" | "clock_drift":
                 if living := self._mesh.living(fault.target):
                     await self._strike_service(fault, self._rng.choice(living))
             # The faults below last `for_s`. `heal` may cancel the wait: it resets broker, bus and network itself.
@@ -147,6 +148,8 @@ class FaultActor:
                 if fault.do == "partition":
                     mesh.broker.conditions.held_until_s[service.name] = until_s
                 mesh.network.partition(service.name, until_s)
+            case "bus_cut":
+                mesh.broker.cut(service.name)
             # Only "drain" is left: the service is asked to stop, and ends by itself.
             case _:
                 service.stop.set()
@@ -156,6 +159,8 @@ class FaultActor:
             mesh.resume(service)
         elif fault.do == "clock_drift":
             mesh.drift(service, 1.0)
+        elif fault.do == "bus_cut":
+            mesh.broker.restore(service.name)
         elif fault.do == "drain" and service.task is not None and service.is_running:
             await asyncio.wait([service.task])
         # Start a killed or drained service again. Once `_is_over` is set, `heal` starts whatever does not run.

@@ -24,13 +24,16 @@ from services.sim.limits import LONG_S
 FaultKind = Literal[
     "kill", "pause", "drain", "broker", "broker_pause", "partition", "plane_cut", "loss", "duplication",
     "reordering", "delay", "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
-    "clock_step", "clock_drift", "kill_engine", "hang_engine",
+    "clock_step", "clock_drift", "kill_engine", "hang_engine", "bus_cut",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 PROCESS_FAULTS: frozenset[FaultKind] = frozenset(
-    {"kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift", "kill_engine", "hang_engine"}
-)
+    {
+        "kill", "pause", "drain", "partition", "plane_cut", "clock_step", "clock_drift", "kill_engine", "hang_engine",
+        "bus_cut",
+    }
+)  # fmt: skip
 """Faults of one process."""
 PHASES = ("place", "run", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
 """Last tokens of the subjects at which a fault may happen."""
@@ -91,7 +94,7 @@ def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Seq
     return Scenario(faults=tuple(faults), may_fail=True)
 
 
-LONG_KINDS: frozenset[FaultKind] = frozenset({"kill", "drain", "partition", "plane_cut", "broker"})
+LONG_KINDS: frozenset[FaultKind] = frozenset({"kill", "drain", "partition", "plane_cut", "broker", "bus_cut"})
 LONG_SHARE = 0.03
 
 
@@ -102,6 +105,7 @@ def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], s
         "broker": 5.0,
         "broker_pause": 8.0,
         "partition": 4.0,
+        "bus_cut": 5.0,
         "plane_cut": 4.0,
         "kill": 2.5,
         "kill_engine": 2.5,

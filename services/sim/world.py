@@ -47,8 +47,11 @@ WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
 CLOCK_FAULTS: frozenset[FaultKind] = frozenset({"clock_step", "clock_drift"})
 """Faults that nobody who sends a request may notice."""
 SLOW_FAULTS: frozenset[FaultKind] = frozenset(
-    {"broker", "broker_pause", "delay", "disconnect", "duplication", "partition", "pause", "reordering", "slowness"}
-)
+    {
+        "broker", "broker_pause", "bus_cut", "delay", "disconnect", "duplication", "partition", "pause", "reordering",
+        "slowness",
+    }
+)  # fmt: skip
 """Faults that may hold up the answer to a service that asks for the time: its clock is then off by a half of that."""
 LOSSLESS_FAULTS = frozenset(
     {"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal", *CLOCK_FAULTS}

@@ -112,9 +112,12 @@ def cancelled(attempts: Attempts, attempt: Attempt, event: CancelRequest, now_ms
     return attempts.end_attempt(attempt, event.reason, now_ms)
 
 
-def unwanted(attempts: Attempts, attempt: Attempt, _: AttemptUnwanted, now_ms: int) -> list[Action]:
-    """The gateway does not know an attempt any more."""
+def unwanted(attempts: Attempts, attempt: Attempt, event: AttemptUnwanted, now_ms: int) -> list[Action]:
+    """The gateway does not know an attempt any more, or seems to be dead: if it was only cut off, it is to find an end
+    in what was sent, and not to wait for more."""
     attempt.end = AttemptEnd.CANCELLED
+    if event.is_orphaned:
+        return attempts.fail(attempt, AttemptFailure.ORPHANED, "its gateway was gone", now_ms)
     return attempts.end_attempt(attempt, "nobody wants it any more", now_ms)
 
 

@@ -81,7 +81,7 @@ class WantedCore:
             case GatewayUnserved(question=question):
                 gateway = self._gateways.setdefault(question.gateway_id, Peer(now_ms))
                 if gateway.is_gone(question.asked_ms, self._detector, now_ms):
-                    return [AttemptUnwanted(key) for key in question.keys]
+                    return [AttemptUnwanted(key, is_orphaned=True) for key in question.keys]
             case BusConnected(num_connects=num_connects):
                 if self._detector.connects(num_connects, now_ms):
                     self._gateways.clear()

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from services.bus.base import BusClosedError, BusError, Delivery, RequestTimedOutError, Subscription
+from services.bus.base import LOST, BusClosedError, BusError, Delivery, RequestTimedOutError, Subscription
 from services.bus.embedded import EmbeddedNats
 from services.bus.limits import BUFFER_BYTES
 from services.bus.nats import BrokerTransport, NatsBus
@@ -143,6 +143,7 @@ async def test_a_broker_that_is_killed_costs_what_it_carried_and_nothing_more(st
         await NatsBus.connect(BusAccess(first.url), "client"),
     )
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
+    await server.subscribe("mute")
     await server.flush()
     heard: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -157,7 +158,11 @@ async def test_a_broker_that_is_killed_costs_what_it_carried_and_nothing_more(st
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(2 * LONG_S):
         tasks.create_task(listen(), name="listen")
         tasks.create_task(answer(), name="answer")
+        asked = asyncio.ensure_future(client.request("mute", b"", {}, LONG_S))
+        await client.flush()
         os.kill(first.pid, signal.SIGKILL)
+        with pytest.raises(BusError, match=LOST):
+            await asked
         await until(lambda: not client.is_connected and not server.is_connected)
         for number in range(3):
             await client.publish("news", b"%d" % number, {})

@@ -45,7 +45,7 @@ from services.holder.core.attempt import InFlightDuplicate
 from services.holder.core.attempts import Attempts
 from services.holder.core.checks import WorkerLimits
 from services.holder.core.copies import CopyCore, Why
-from services.holder.core.events import DeadlinePassed, EngineDied, ReadEnded
+from services.holder.core.events import AttemptUnwanted, DeadlinePassed, EngineDied, ReadEnded
 from services.holder.core.inflight import InFlightDuplicates
 from services.holder.core.leases import Grant, LeaseTable
 from services.holder.kv.blocks import LentBlocks, StreamLease
@@ -132,6 +132,11 @@ CUT_COPIES = SimOptions(
     ),
 )
 """What workers leave behind arrives in part, and is asked for later."""
+CUT_OFF = SimOptions(
+    shape=MeshShape(num_gateways=2, step_s=0.05),
+    scenario=Scenario(faults=(Fault(do="bus_cut", target="gateway-1", at_s=0.5, for_s=5.0),)),
+)
+"""A gateway loses the broker in the middle of its answers."""
 SKEWED = SimOptions(shape=MeshShape(skew_s=660.0))
 """Clocks differ by minutes."""
 TWO_CLOCKS = SimOptions(shape=MeshShape(skew_s=660.0, num_schedulers=2))
@@ -579,6 +584,19 @@ def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
     import services.gateway.api.answer as answer
 
     patch.setattr(answer, "retry_after_of", lambda fail: "")
+
+
+# A gateway that loses the broker.
+
+
+@bug("a worker that has ended an attempt of a gateway that was gone tells it of no end", "bus_cut", options=CUT_OFF)
+def known_without_an_end(patch: pytest.MonkeyPatch) -> None:
+    unwanted = attempt_rules.unwanted
+
+    def silent(attempts: Attempts, attempt: Any, event: AttemptUnwanted, now_ms: int) -> Any:
+        return unwanted(attempts, attempt, AttemptUnwanted(event.key), now_ms)
+
+    set_rule(patch, AttemptUnwanted, silent)
 
 
 # A broker that stands still.

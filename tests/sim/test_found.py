@@ -43,6 +43,13 @@ FOUND = (
         MeshShape(step_s=0.02),
         (Fault(do="broker", at_s=0.7, for_s=5.0),),
     ),
+    # Workers that had given its answers up knew of no end to them: they stood still for a minute.
+    Found(
+        "answers of a gateway that is cut off for five seconds go on as it is back",
+        304,
+        MeshShape(num_gateways=2, step_s=0.05),
+        (Fault(do="bus_cut", target="gateway-1", at_s=0.5, for_s=5.0),),
+    ),
     # A gateway that found no scheduler failed at once; one that had just started knew no worker yet.
     Found(
         "requests wait for the only scheduler to start again",

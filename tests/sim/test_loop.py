@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
+from services.bus.base import LOST, BusError, NoRespondersError, RequestTimedOutError
 from services.sim.limits import MAX_BUFFERED_BYTES
 from services.sim.platform.bus import BusConditions, SimBroker, SimBus
 from services.sim.platform.clock import VirtualTime, installed
@@ -175,6 +175,29 @@ def test_a_broker_that_goes_and_comes_back() -> None:
         assert heard[-1:] == [2]
         with pytest.raises(NoRespondersError):
             await speaker.request("a.c", b"", {}, 0.5)
+
+    run(main)
+
+
+def test_a_client_that_is_cut_off_loses_what_it_awaited_and_comes_back() -> None:
+    async def main(loop: SimLoop) -> None:
+        broker, heard = SimBroker(random.Random(3)), list[int]()
+        speaker, listener = broker.connect("speaker"), broker.connect("listener")
+        loop.spawn(Process("listener"), hear_all(listener, "a.b", heard))
+        await listener.subscribe("a.mute")
+        asked = asyncio.ensure_future(speaker.request("a.mute", b"", {}, 10.0))
+        await asyncio.sleep(1)
+        broker.cut("speaker")
+        with pytest.raises(BusError, match=LOST):
+            await asked
+        await speaker.publish("a.b", b"1", {})
+        broker.go_down()
+        broker.come_up()
+        await asyncio.sleep(1)
+        assert not speaker.is_connected and listener.is_connected and not heard
+        broker.restore("speaker")
+        await asyncio.sleep(1)
+        assert (speaker.num_connects, heard) == (2, [1])
 
     run(main)
 

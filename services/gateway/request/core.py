@@ -403,6 +403,8 @@ class RequestCore:
         if failure.code in MIGRATED:
             held = KVSource(worker_id=worker_id, first_block=0, num_blocks=failure.held_blocks)
             return self._retry(worker_id, failure.code, fail, now_ms, taken=False, moved_from=held)
+        if failure.code is AttemptFailure.ORPHANED:  # it was us who were away: its cache is as good as before
+            return self._retry(worker_id, failure.code, fail, now_ms, taken=False, exclude=False)
         if failure.retryable:
             return self._retry(worker_id, failure.code, fail, now_ms)
         end = AttemptEnd.DEADLINE if failure.code is AttemptFailure.DEADLINE else AttemptEnd.CANCELLED
@@ -526,6 +528,7 @@ _FAILURE_STATUS = {
     AttemptFailure.DEADLINE: 504,
     AttemptFailure.DRAINING: 503,
     AttemptFailure.PREEMPTED: 503,
+    AttemptFailure.ORPHANED: 503,
     AttemptFailure.GRAMMAR: 400,
 }
 """HTTP's, for an answer that has not begun."""

@@ -119,9 +119,11 @@ class StreamEnded:
 
 @dataclass(frozen=True, slots=True)
 class AttemptUnwanted:
-    """Its gateway has ended this attempt, or is dead: as a cancel that was lost."""
+    """Its gateway has ended this attempt: as a cancel that was lost. `is_orphaned`: the gateway seems to be dead; one
+    that was cut off comes back and asks."""
 
     key: AttemptKey
+    is_orphaned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

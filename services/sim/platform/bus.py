@@ -16,6 +16,7 @@ from schemas.broker import DISCONNECTED, disconnected
 from schemas.permissions import Permissions
 from services.bus import limits
 from services.bus.base import (
+    LOST,
     NOTHING,
     BusClosedError,
     BusError,
@@ -143,9 +144,7 @@ class SimBroker:
         self._context = contextvars.copy_context()
         """Deliveries run in this context, not in their sender's: a message on its way arrives even where its sender has
         died."""
-        # `_epoch` counts the broker's deaths: a message sent before one is dropped on arrival.
-        # `_turn` selects the members of queue groups in rotation.
-        self._epoch = 0
+        # It selects the members of queue groups in rotation.
         self._turn = itertools.count()
         self._buses: list[SimBus] = []
         # The broker as the sender of its own notices. It is not in `_buses`: no fault disconnects it.
@@ -175,7 +174,6 @@ class SimBroker:
         for observe in self.observes_lost:
             for subject, _ in unread:
                 observe(subject)
-        self._epoch += 1
         for bus in self._buses:
             bus.disconnected()
 
@@ -195,6 +193,24 @@ class SimBroker:
         unread, self._unread = self._unread, []
         for _, pass_on in unread:
             pass_on()
+
+    def cut(self, name: str) -> None:
+        """The connection of a client is reset, and none is taken of it, until `restore`. It is published."""
+        for bus in [bus for bus in self._buses if bus.name == name]:
+            bus.is_cut = True
+            bus.disconnected()
+            self._publish_end(bus)
+
+    def restore(self, name: str) -> None:
+        """Take connections of a client again."""
+        for bus in [bus for bus in self._buses if bus.name == name]:
+            bus.is_cut = False
+            self._later(self.rng.uniform(*RECONNECT_S), bus.connected)
+
+    def restore_all(self) -> None:
+        """Take connections of everybody again."""
+        for name in [bus.name for bus in self._buses if bus.is_cut]:
+            self.restore(name)
 
     def accept(self, pass_on: Callable[[], None], subject: str = "") -> None:
         """A client has sent something: pass it on, now or once the broker goes on. `subject`: of what taps see."""
@@ -217,10 +233,13 @@ class SimBroker:
         bus.is_connected, bus.is_closed = False, True
         if bus in self._buses:
             self._buses.remove(bus)
-            message = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
-            self.accept(lambda: self.route(message))
+            self._publish_end(bus)
         for subscription in bus.subscriptions:
             self.detach(subscription)
+
+    def _publish_end(self, bus: "SimBus") -> None:
+        message = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
+        self.accept(lambda: self.route(message))
 
     def attach(self, subscription: SimSubscription) -> None:
         self._num_added += 1
@@ -288,10 +307,10 @@ class SimBroker:
         self.carry(message.source, subscription.bus, lambda: subscription.deliver(delivery))
 
     def _arrive(self, at_s: float, target: "SimBus", arrive: Callable[[], None]) -> None:
-        epoch = self._epoch
+        connection = target.num_connects
 
-        def land() -> None:
-            if target.is_connected and self._epoch == epoch:
+        def land() -> None:  # what was on its way to a connection that has ended is lost
+            if target.is_connected and target.num_connects == connection:
                 arrive()
 
         asyncio.get_running_loop().call_at(at_s, land, context=self._context)
@@ -325,6 +344,7 @@ class SimBus:
         self._allowed: set[tuple[str, str]] = set()
         """What was found to be allowed."""
         self.is_connected = broker.is_up
+        self.is_cut = False
         self.num_connects = 1
         self.num_dropped = 0
         self.subscriptions: list[SimSubscription] = []
@@ -408,15 +428,15 @@ class SimBus:
     # For the broker.
 
     def disconnected(self) -> None:
-        """The broker has died."""
+        """The broker has died, or this connection of it."""
         self.is_connected = False
-        for trip in self._trips:
-            if not trip.done():
-                trip.set_exception(BusError("the bus", "the connection was lost"))
+        for waiting in (*self._waiting.values(), *self._trips):
+            if not waiting.done():
+                waiting.set_exception(BusError("the bus", LOST))
 
     def connected(self) -> None:
         """The broker is reachable again: publish what was kept."""
-        if self.is_closed or self.is_connected or not self.broker.is_up:
+        if self.is_closed or self.is_connected or self.is_cut or not self.broker.is_up:
             return
         self.is_connected = True
         self.num_connects += 1

@@ -2,7 +2,7 @@
 
 from services.sim.scenario import FaultKind
 
-LOOKS_DEAD: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "loss"})
+LOOKS_DEAD: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "loss", "bus_cut"})
 """Faults after which a worker may rightly be taken for dead: it is, or it was not received while others were."""
 
 

@@ -17,6 +17,7 @@ WENT_WRONG = frozenset(
         AttemptFailure.DEADLINE,
         AttemptFailure.WORKER_FAILED,
         AttemptFailure.ENGINE_FAILED,
+        AttemptFailure.ORPHANED,
         AttemptFailure.GRAMMAR,
     }
 )

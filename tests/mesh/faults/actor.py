@@ -18,14 +18,17 @@ from services.launch.restart import Child
 from services.sim.scenario import Fault, Scenario
 from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
-from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, hold_port, listening_ports
-from tests.mesh.faults.supervisor import FaultSupervisor
+from tests.mesh.faults.proxy import WIRE_FAULTS, TcpProxy, hold_port, listening_ports
+from tests.mesh.faults.supervisor import CUT_GATEWAY, FaultSupervisor
 
 LOOK_S = 0.02
 """Between two looks at a process that stands still."""
 IN_PROCESSES = WIRE_FAULTS | frozenset(
-    {"kill", "kill_engine", "hang_engine", "pause", "drain", "broker", "broker_pause", "plane_cut", "disconnect"}
-)
+    {
+        "kill", "kill_engine", "hang_engine", "pause", "drain", "broker", "broker_pause", "bus_cut", "plane_cut",
+        "disconnect",
+    }
+)  # fmt: skip
 """What can be done to real processes; the others need a bus that misbehaves, which only the simulator has."""
 
 
@@ -34,7 +37,7 @@ class FaultActor:
     light by itself."""
 
     def __init__(
-        self, supervisor: FaultSupervisor, listener: BusListener, proxy: PlaneProxy, rng: random.Random
+        self, supervisor: FaultSupervisor, listener: BusListener, proxy: TcpProxy, rng: random.Random
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.killed: list[str] = []
@@ -52,6 +55,8 @@ class FaultActor:
         """Start the scenario's clock. Raises UserError for what cannot be done to processes."""
         if strange := [fault.do for fault in scenario.faults if fault.do not in IN_PROCESSES]:
             raise UserError(f"{scenario.name}: {strange[0]} is for the simulator only")
+        if any(fault.do == "bus_cut" and fault.target != CUT_GATEWAY for fault in scenario.faults):
+            raise UserError(f"{scenario.name}: of processes only {CUT_GATEWAY} can be cut off from the broker")
         self._streams, self._hang_up = streams, hang_up
         self._listener.hearers.append(self._hear)
         for fault in scenario.faults:
@@ -135,6 +140,9 @@ class FaultActor:
             case "broker_pause":
                 async with broker_stopped(self._supervisor):
                     await asyncio.sleep(fault.for_s)
+            case "bus_cut":
+                async with gateway_cut(self._supervisor):
+                    await asyncio.sleep(fault.for_s)
             case "plane_cut":
                 for child in self._victims(fault, subject):
                     for port in listening_ports(child.process.pid):
@@ -203,6 +211,16 @@ async def broker_stopped(supervisor: FaultSupervisor) -> AsyncGenerator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def gateway_cut(supervisor: FaultSupervisor) -> AsyncGenerator[None]:
+    """The connection of `CUT_GATEWAY` to the broker is reset, and none is taken of it meanwhile."""
+    supervisor.bus_way.strike("refusal", 1.0)
+    try:
+        yield
+    finally:
+        supervisor.bus_way.heal("refusal")
 
 
 async def _stand_still(pid: int | None, for_s: float) -> None:

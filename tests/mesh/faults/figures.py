@@ -69,6 +69,7 @@ class Sizes:
     deaths: int
     pauses: int
     broker_pauses: int
+    gateway_cuts: int
     cancels: int
     timed: int
 
@@ -241,6 +242,21 @@ async def broker_pause(sizes: Sizes, begin: Begin) -> list[Row]:
     ]
 
 
+async def gateway_cut(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Cut a gateway off from the broker; the clients of what was under way there measure."""
+    advance = begin("cuts of a gateway", sizes.gateway_cuts)
+    async with _mesh() as mesh:
+        found = await times.gateway_cuts(mesh, [times.CUT_S] * sizes.gateway_cuts, advance)
+    around = f"{sizes.gateway_cuts} cuts of {times.CUT_S:g} s, {found.num_answers} answers, {found.num_resumed} resumed"
+    if found.num_near_ties:
+        around += f", {found.num_near_ties} proven near-ties"
+    bad = found.complaints
+    return [
+        _none("wrong, or a worker declared dead, for a gateway that was cut off", len(bad), around, bad),
+        _times("a cut gateway's return to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"),
+    ]
+
+
 async def cancel(sizes: Sizes, begin: Begin) -> list[Row]:
     """Hang up in every phase."""
     advance = begin("cancels", sizes.cancels * len(times.PHASES))
@@ -325,7 +341,7 @@ async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
 
 _FIGURES = (
     scenarios, kills, documents, death, pause, move, kill_engine, kill_engine_twice, hang_engine,
-    broker_pause, cancel, corruption, simulate, bugs, cost,
+    broker_pause, gateway_cut, cancel, corruption, simulate, bugs, cost,
 )  # fmt: skip
 FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {each.__name__: each for each in _FIGURES}
 
@@ -393,6 +409,7 @@ def main() -> None:
         "--pauses", type=int, default=50, help="answers whose decode worker is killed, and as many whose leaves"
     )
     parser.add_argument("--broker-pauses", type=int, default=5, help="of each length")
+    parser.add_argument("--gateway-cuts", type=int, default=10)
     parser.add_argument("--cancels", type=int, default=10, help="in each phase")
     parser.add_argument("--timed", type=int, default=20, help="requests of each length, with checks and without")
     options = vars(parser.parse_args())

@@ -22,7 +22,7 @@ from services.sim.scenario import Scenario
 from tests.mesh.faults.actor import FaultActor, is_there
 from tests.mesh.faults.bus_listener import STRIKES_AT, BusListener
 from tests.mesh.faults.client import Stream
-from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, listening_ports
+from tests.mesh.faults.proxy import WIRE_FAULTS, TcpProxy, listening_ports
 from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
 from tests.mesh.faults.truth import DOCUMENT_TOKENS, Alone, Truth
 from tests.mesh.zygote import Zygote
@@ -103,7 +103,7 @@ class FaultMesh:
         self.supervisor = supervisor
         self.truth = truth
         self.rng = rng
-        self.proxy = PlaneProxy(PROXY_HOST, rng)
+        self.proxy = TcpProxy(PROXY_HOST, rng)
         self.listener = BusListener(supervisor.access(Role.OBSERVER), supervisor.access(Role.OPERATOR), as_operator)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(timeout=None, limits=limits)

@@ -1,7 +1,7 @@
-"""What lies between workers on their data plane: a TCP proxy that damages, cuts, holds or refuses what crosses.
+"""What lies between workers on their data plane, and between a gateway and the broker: a TCP proxy that damages, cuts,
+holds or refuses what crosses.
 
-Every worker listens on 127.0.0.1 and is advertised at another address of this host, where the proxy listens on the
-worker's port.
+Everybody listens on 127.0.0.1 and is reached at another address of this host, where the proxy listens on the same port.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def listening_ports(pid: int) -> list[int]:
     return sorted({int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == _LISTEN and row[9] in inodes})
 
 
-class PlaneProxy:
+class TcpProxy:
     """`num_struck` counts what was damaged, cut, held or refused, by kind. All of it belongs to one event loop."""
 
     def __init__(self, host: str, rng: random.Random) -> None:

@@ -1,18 +1,25 @@
 """The mesh's own supervisor, for a mesh that is made to fail over and over: its services are never given up, and their
-data plane leads through a proxy."""
+data plane leads through a proxy, as does the way of one gateway to the broker."""
 
 import asyncio
+import random
 import signal
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from services.config import write_config
 from services.launch.options import Launch
 from services.settings import changed
+from tests.mesh.faults.proxy import TcpProxy
 from tests.mesh.forked import ForkedSupervisor
 from tests.mesh.zygote import QuickRestarts, Zygote
 
 REQUEST_TIMEOUT_S = 120.0
 """No fault costs so much; a document of 350 tokens beside seven others and other tests has taken 30 s."""
 PROXY_HOST = "127.0.0.2"
+BUS_HOST = "127.0.0.3"
+CUT_GATEWAY = "gateway-1"
+"""Its way to the broker can be cut."""
 NUM_TENANTS = 2_000
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 """No fault sends these: whoever ends by one has crashed by itself."""
@@ -30,6 +37,12 @@ class FaultSupervisor(ForkedSupervisor):
         }
         super().__init__(changed(options, own), run_dir, zygote)
         self._processes: list[tuple[str, asyncio.subprocess.Process]] = []
+        self.bus_way = TcpProxy(BUS_HOST, random.Random(0))
+        """From `CUT_GATEWAY` to the broker."""
+
+    async def stop_all(self) -> None:
+        await super().stop_all()
+        await self.bus_way.close()
 
     def take_crashes(self) -> list[str]:
         """Say which processes have crashed since the last time. The mesh starts them again, and requests may not notice
@@ -49,3 +62,16 @@ class FaultSupervisor(ForkedSupervisor):
         process = await super()._spawn(role, name)
         self._processes.append((name, process))
         return process
+
+    async def _start_broker(self) -> str:
+        url = await super()._start_broker()
+        await self.bus_way.lead_to({urlsplit(url).port or 0})
+        return url
+
+    def _arguments(self, role: str, name: str) -> list[str]:
+        arguments = super()._arguments(role, name)
+        if name == CUT_GATEWAY:
+            path, port = self._run_dir / "cut.toml", urlsplit(self.nats_url).port
+            write_config(changed(self._mesh, {"nats.url": f"nats://{BUS_HOST}:{port}"}), path)
+            arguments[arguments.index("--config") + 1] = str(path)
+        return arguments

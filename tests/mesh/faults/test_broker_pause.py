@@ -1,4 +1,5 @@
-"""The broker's process stands still under load: nobody is declared dead, and no request is given up, failed or lost."""
+"""The broker's process stands still under load, or a gateway loses it: nobody is declared dead, and no request failed or
+lost."""
 
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 
 from services.settings import changed
 from tests.mesh.faults.harness import OPTIONS, fault_mesh, make_truth
-from tests.mesh.faults.times import BROKER_PAUSES_S, BrokerPauses, broker_pauses
+from tests.mesh.faults.times import BROKER_PAUSES_S, CUT_S, Outages, broker_pauses, gateway_cuts
 from tests.mesh.forked import ForkingLoop
 
 
@@ -16,9 +17,21 @@ from tests.mesh.forked import ForkingLoop
 def test_a_paused_broker_kills_nobody(num_schedulers: int, for_s: float, forking: ForkingLoop, tmp_path: Path) -> None:
     options, zygote = changed(OPTIONS, {"num_schedulers": num_schedulers}), forking.zygote
 
-    async def run() -> BrokerPauses:
+    async def run() -> Outages:
         async with fault_mesh(tmp_path, make_truth(), zygote, options) as mesh:
             return await broker_pauses(mesh, [for_s], lambda: None)
+
+    found = forking.run(run())
+    assert not found.complaints, "\n".join(found.complaints)
+
+
+@pytest.mark.slow  # as above
+def test_a_gateway_that_is_cut_off_kills_nobody(forking: ForkingLoop, tmp_path: Path) -> None:
+    zygote = forking.zygote
+
+    async def run() -> Outages:
+        async with fault_mesh(tmp_path, make_truth(), zygote) as mesh:
+            return await gateway_cuts(mesh, [CUT_S], lambda: None)
 
     found = forking.run(run())
     assert not found.complaints, "\n".join(found.complaints)

@@ -1,11 +1,13 @@
 """How soon a mesh lets go: of a dead reader's blocks, and of everything that a client no longer wants. And how long a
-client waits for its next token when the worker that makes them dies or leaves, or the broker stands still."""
+client waits for its next token when the worker that makes them dies or leaves, the broker stands still, or its gateway
+loses the broker."""
 
 import asyncio
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -13,11 +15,12 @@ from schemas.message import decode
 from schemas.observe import RequestPlaced
 from schemas.worker import WorkerLoad
 from services.launch.restart import Child
-from tests.mesh.faults.actor import broker_stopped, engine_of, signal_engine
+from tests.mesh.faults.actor import broker_stopped, engine_of, gateway_cut, signal_engine
 from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import FaultMesh, is_at_rest
 from tests.mesh.faults.proxy import listening_ports
+from tests.mesh.faults.supervisor import CUT_GATEWAY, FaultSupervisor
 from tests.waiting import until
 
 HEARD_WITHIN_S = 20.0
@@ -28,6 +31,7 @@ NUM_UNDER_WAY, NUM_MEANWHILE = 4, 4
 """Answers that are under way when the broker stands still, and requests that come meanwhile."""
 BROKER_PAUSES_S = (0.5, 1.6, 3.0, 10.0)
 """Shorter than any silence counts; longer than a proof waits; as long as a silence that means death; far longer."""
+CUT_S = 5.0
 DECLARED_WITHIN_S = 4.0
 """Whoever is wrongly taken for dead after a pause is so within this: the longest silence, and a second."""
 PHASES = (
@@ -228,10 +232,12 @@ def _all_died(mesh: FaultMesh, had: dict[str, int]) -> bool:
 
 
 @dataclass
-class BrokerPauses:
-    """`gaps_s`: of each answer that was under way, from the broker's return to its next token. `declared`: who was said
-    to have left; `resumed`: how many attempts were given up for another one."""
+class Outages:
+    """Of the broker, or of a gateway's way to it. `gaps_s`: of each answer that was under way, from the end of an
+    outage to its next token. `declared`: who was said to have left; `num_resumed`: how many attempts were given up for
+    another one, and `may_resume`: whether that may be."""
 
+    may_resume: bool = False
     gaps_s: list[float] = field(default_factory=list[float])
     num_answers: int = 0
     num_near_ties: int = 0
@@ -243,39 +249,58 @@ class BrokerPauses:
     def complaints(self) -> list[str]:
         """What must not be, however slow the machine is."""
         found = [*self.wrong, *(f"{subject}: nobody has died" for subject in self.declared)]
-        if self.num_resumed:
+        if self.num_resumed and not self.may_resume:
             found.append(f"{self.num_resumed} attempts were given up")
         if not self.gaps_s:
-            found.append("no answer was under way while the broker stood still")
+            found.append("no answer was under way meanwhile")
         return found
 
 
-async def broker_pauses(mesh: FaultMesh, for_s: Sequence[float], on_pause: Callable[[], None]) -> BrokerPauses:
+async def broker_pauses(mesh: FaultMesh, for_s: Sequence[float], on_pause: Callable[[], None]) -> Outages:
     """Stop the broker's process for each of these times while answers are under way and more requests come."""
-    found = BrokerPauses()
+    return await _outages(mesh, for_s, on_pause, broker_stopped, Outages())
+
+
+async def gateway_cuts(mesh: FaultMesh, for_s: Sequence[float], on_cut: Callable[[], None]) -> Outages:
+    """Cut a gateway off from the broker for each of these times while answers of it are under way."""
+    gateway = [child.name for child in mesh.supervisor.children if child.role == "gateway"].index(CUT_GATEWAY)
+    return await _outages(mesh, for_s, on_cut, gateway_cut, Outages(may_resume=True), gateway)
+
+
+async def _outages(
+    mesh: FaultMesh,
+    for_s: Sequence[float],
+    on_outage: Callable[[], None],
+    outage: Callable[[FaultSupervisor], AbstractAsyncContextManager[None]],
+    found: Outages,
+    gateway: int | None = None,
+) -> Outages:
     ties = mesh.truth.num_near_ties
-    for stopped_s in for_s:
+    for out_s in for_s:
         await mesh.settle()
-        await _one_broker_pause(mesh, stopped_s, found)
-        on_pause()
+        await _one_outage(mesh, outage(mesh.supervisor), out_s, found, gateway)
+        on_outage()
     await mesh.settle()
     found.num_near_ties = mesh.truth.num_near_ties - ties
     return found
 
 
-async def _one_broker_pause(mesh: FaultMesh, stopped_s: float, found: BrokerPauses) -> None:
+async def _one_outage(
+    mesh: FaultMesh, outage: AbstractAsyncContextManager[None], out_s: float, found: Outages, gateway: int | None
+) -> None:
+    """`gateway`: whose answers are looked at; None: of all in turn."""
     listening = Listening(mesh.listener)
     try:
-        streams = [mesh.new_stream(number) for number in mesh.longest_cases(NUM_UNDER_WAY)]
+        streams = [mesh.new_stream(number, gateway) for number in mesh.longest_cases(NUM_UNDER_WAY)]
         asking = [mesh.start(stream) for stream in streams]
         for stream in streams:
             await stream.until_tokens(1)
-        async with broker_stopped(mesh.supervisor):
+        async with outage:
             for _ in range(NUM_MEANWHILE):
-                await asyncio.sleep(stopped_s / (NUM_MEANWHILE + 1))
+                await asyncio.sleep(out_s / (NUM_MEANWHILE + 1))
                 streams.append(mesh.new_stream())
                 asking.append(mesh.start(streams[-1]))
-            await asyncio.sleep(stopped_s / (NUM_MEANWHILE + 1))
+            await asyncio.sleep(out_s / (NUM_MEANWHILE + 1))
             back_s = time.monotonic()
         await asyncio.wait(asking)
         await asyncio.sleep(DECLARED_WITHIN_S)
