@@ -1,15 +1,23 @@
 """Who holds which block. Soft state: each worker numbers its events, a gap is repaired from its inventory."""
 
-from typing import Literal
-
 import msgspec
 
 from schemas.ids import WorkerId
-from schemas.message import Message, RequestMessage
+from schemas.message import Message, OpenEnum, RequestMessage
 from schemas.numbers import Count, Number
 
-Tier = Literal["arena", "memory", "disk", "remote"]
-"""Where a holder keeps a block: a worker's arena; a store's host memory, its disk, or a server behind it."""
+
+class Tier(OpenEnum):
+    """Where a holder keeps a block. What is not known counts as the slowest."""
+
+    ARENA = "arena"
+    """A worker's."""
+    MEMORY = "memory"
+    """A store's, of its host."""
+    DISK = "disk"
+    REMOTE = "remote"
+    """A server behind a store."""
+    OTHER = "other"
 
 
 class BlocksStored(Message, frozen=True, kw_only=True):
@@ -19,7 +27,7 @@ class BlocksStored(Message, frozen=True, kw_only=True):
     incarnation: str
     sequence: Number
     block_hashes: bytes
-    tier: Tier = "arena"
+    tier: Tier = Tier.ARENA
 
 
 class BlocksEvicted(Message, frozen=True, kw_only=True):
@@ -29,7 +37,7 @@ class BlocksEvicted(Message, frozen=True, kw_only=True):
     incarnation: str
     sequence: Number
     block_hashes: bytes
-    tier: Tier = "arena"
+    tier: Tier = Tier.ARENA
 
 
 class ReadInventory(Message, frozen=True, kw_only=True):
@@ -49,7 +57,7 @@ class Inventory(Message, frozen=True, kw_only=True):
     sequence: Number
     block_hashes: bytes
     next_offset: Number | None = None
-    tier: Tier = "arena"
+    tier: Tier = Tier.ARENA
 
 
 class LocateBlocks(RequestMessage, frozen=True, kw_only=True):
@@ -66,7 +74,7 @@ class HolderPrefix(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     num_blocks: Count
     first_block: Count = 0
-    tier: Tier = "arena"
+    tier: Tier = Tier.ARENA
 
 
 class AskHeat(Message, frozen=True, kw_only=True):

@@ -1,10 +1,12 @@
 """The base of every message, and the one place where bytes become messages.
 
 JSON, so that a stock NATS client shows what is sent; tagged, so that one subject may carry several types; unknown
-fields are ignored and new fields carry defaults, so that old and new services understand each other.
+fields are ignored and new fields carry defaults, and an unknown word of an enum is `OTHER`, so that old and new
+services understand each other.
 """
 
-from typing import TypeVar
+import enum
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -12,6 +14,15 @@ from schemas.ids import RequestId
 from schemas.numbers import Ms, Number
 
 MessageT = TypeVar("MessageT", bound="Message")
+
+
+class OpenEnum(enum.StrEnum):
+    """The words that a field may have on the bus. Each has a member `OTHER`, for those of a later release: whoever
+    decides by a word does with it what is safe, and never takes it for a success."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        return cls["OTHER"] if isinstance(value, str) else None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):

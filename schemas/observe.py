@@ -5,19 +5,16 @@ end: `finished`, `failed` or `cancelled`; their ages count from `accepted`. Anyb
 where a request is, with an empty message. `KeepTrace` asks everybody for the spans of one trace.
 """
 
-import enum
-from typing import Literal
-
 import msgspec
 
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
-from schemas.message import Message, RequestMessage
+from schemas.message import Message, OpenEnum, RequestMessage
 from schemas.numbers import Number
 from schemas.request import FinishReason
 from schemas.worker import WorkerLoad
 
 
-class RunStage(enum.StrEnum):
+class RunStage(OpenEnum):
     """How far an attempt is on a worker."""
 
     QUEUED = "queued"
@@ -36,10 +33,33 @@ class RunStage(enum.StrEnum):
     """Computed, and kept for its reader."""
     ENDING = "ending"
     """Over; its blocks wait for whoever may still write them."""
+    OTHER = "other"
 
 
-RequestPhase = Literal["placing", "waiting", "prefill", "decode", "finished", "failed", "cancelled", "unknown"]
-"""`waiting`: to ask for a placement again. `unknown`: no gateway knows it; it may have ended a while ago."""
+class RequestPhase(OpenEnum):
+    """How far a request is."""
+
+    PLACING = "placing"
+    WAITING = "waiting"
+    """To ask for a placement again."""
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    """No gateway knows it; it may have ended a while ago."""
+    OTHER = "other"
+
+
+class Part(OpenEnum):
+    """What a worker does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REPLICA = "replica"
+    """No attempt of its own: it copies blocks of another's."""
+    OTHER = "other"
 
 
 class DescribeWorker(Message, frozen=True, kw_only=True):
@@ -49,13 +69,11 @@ class DescribeWorker(Message, frozen=True, kw_only=True):
 class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt on a worker, `age_ms` after the worker has taken it. `reading_from`: whose KV is coming in.
     `waiting_for`: the request whose blocks it waits for.
-
-    `replica`: no attempt of this worker's, blocks of another's that are copied.
     """
 
     request_id: RequestId
     attempt: Number
-    part: Literal["prefill", "decode", "replica"]
+    part: Part
     stage: RunStage
     age_ms: Number
     num_prompt_tokens: Number = 0

@@ -1,25 +1,30 @@
 """What a gateway asks of the scheduler and the workers, and what comes back."""
 
-import enum
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
 from schemas.logprobs import Logprobs, NumTop
-from schemas.message import Message, RequestMessage
+from schemas.message import Message, OpenEnum, RequestMessage
 from schemas.numbers import Amount, Count, Ns, Number, Seed
-
-FinishReason = Literal["stop", "length"]
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 CARRIED_GRAMMAR_BYTES = 4 * 1024
 """A grammar's text of up to so many bytes in JSON travels with each attempt; a longer one goes to each worker once."""
 
 
-class RefusalReason(enum.StrEnum):
+class FinishReason(OpenEnum):
+    """Why an answer is complete."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    OTHER = "other"
+
+
+class RefusalReason(OpenEnum):
     """Why a scheduler, a worker or a store does not take what it was asked for."""
 
     NO_WORKER = "no_worker"
@@ -44,6 +49,7 @@ class RefusalReason(enum.StrEnum):
     """The holder does not have these blocks, or no more."""
     IN_FLIGHT = "in_flight"
     """The holder is computing these blocks, and has none yet: it may be asked again."""
+    OTHER = "other"
 
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -134,7 +140,7 @@ class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
     """The best of the others and their costs, in words."""
 
 
-class Reuse(enum.StrEnum):
+class Reuse(OpenEnum):
     """What a placement makes of the KV that others are reported to have of a prompt. A worker may have some that
     nobody reported, or have it no more."""
 
@@ -152,6 +158,7 @@ class Reuse(enum.StrEnum):
     """Nobody has as many tokens of it as are read rather than computed (`scheduler.pull_tokens_min`)."""
     NOT_QUICKER = "not_quicker"
     """Somebody has some of it, who is not to be read from now, or the policy expects to be as quick without."""
+    OTHER = "other"
 
 
 class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
@@ -288,7 +295,7 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The times of the worker that computed the prompt."""
 
 
-class AttemptFailure(enum.StrEnum):
+class AttemptFailure(OpenEnum):
     """Why an attempt has failed on a worker."""
 
     TRANSFER_FAILED = "transfer_failed"
@@ -308,6 +315,7 @@ class AttemptFailure(enum.StrEnum):
     """Nobody served the gateway's questions any more: the worker took it for dead, and has ended the attempt."""
     GRAMMAR = "grammar"
     """The answer cannot be what the request requires. No other worker can do better."""
+    OTHER = "other"
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,7 +353,7 @@ class TokensEmitted(Message, frozen=True, kw_only=True):
     requests: tuple[RequestTokens, ...]
 
 
-class AttemptEnd(enum.StrEnum):
+class AttemptEnd(OpenEnum):
     """Why an attempt ends on a worker before it has come to its own end there."""
 
     COMPLETE = "complete"
@@ -355,6 +363,7 @@ class AttemptEnd(enum.StrEnum):
     DEADLINE = "deadline"
     """The request's deadline has passed."""
     FAILED = "failed"
+    OTHER = "other"
 
 
 class CancelRequest(RequestMessage, frozen=True, kw_only=True):

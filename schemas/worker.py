@@ -1,18 +1,31 @@
 """What workers report of themselves. The scheduler's whole view of the fleet is made of these."""
 
-import enum
-from typing import Literal
-
 import msgspec
 
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
-from schemas.message import Message
+from schemas.message import Message, OpenEnum
 from schemas.numbers import Amount, BlockSize, Count, Ns, Number, Rate
 
-WorkerRole = Literal["prefill", "decode", "aggregated", "store"]
-WorkerState = Literal["ready", "starting", "draining"]
-"""`starting`: its engine is; what it holds it lends."""
+
+class WorkerRole(OpenEnum):
+    """What a scheduler sends to a worker, or, `store`, reads from it. What it does not know it uses for nothing."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+    STORE = "store"
+    OTHER = "other"
+
+
+class WorkerState(OpenEnum):
+    """Whether a worker takes requests. What it holds it lends in any state."""
+
+    READY = "ready"
+    STARTING = "starting"
+    """Its engine is being started."""
+    DRAINING = "draining"
+    OTHER = "other"
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +195,7 @@ class DrainAnswered(Message, frozen=True, kw_only=True):
     is_leaving: bool = False
 
 
-class LeftReason(enum.StrEnum):
+class LeftReason(OpenEnum):
     """Why an incarnation of a worker counts no more."""
 
     DIED = "died"
@@ -193,6 +206,7 @@ class LeftReason(enum.StrEnum):
     """Another incarnation speaks under its name."""
     STOPPED = "stopped"
     """It reports so itself: it was asked to stop, and has left in order."""
+    OTHER = "other"
 
 
 class WorkerLeft(Message, frozen=True, kw_only=True):

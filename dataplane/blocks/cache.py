@@ -209,7 +209,7 @@ class BlockCache:
         list."""
         for group in self._groups[1:]:
             group.changes.drain()
-        return [("arena", self._groups[0].changes.drain())]
+        return [(Tier.ARENA, self._groups[0].changes.drain())]
 
     def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""
@@ -221,7 +221,7 @@ class BlockCache:
 
     def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return the hashes of all that is here."""
-        return [("arena", [content.block_hash for content in self._groups[0].block_of])]
+        return [(Tier.ARENA, [content.block_hash for content in self._groups[0].block_of])]
 
     def check_integrity(self) -> None:
         """Assert conservation in every group."""

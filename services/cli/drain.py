@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from schemas import subjects
-from schemas.worker import DrainWorker, FleetDescribed, WorkerInfo, WorkerLoad
+from schemas.worker import DrainWorker, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from services.bus.base import BusError, NoRespondersError
 from services.bus.fleet import ask_fleet
 from services.bus.nats import NatsBus
@@ -69,7 +69,7 @@ class Leaving:
     async def comes_back(self, worker: WorkerInfo) -> str:
         """Wait until a worker that has left is ready again; return in words how long that took. Raises UserError."""
         name, began_s = worker.worker_id, time.monotonic()
-        while (load := await self._load_of(name)) is None or load.state != "ready":
+        while (load := await self._load_of(name)) is None or load.state != WorkerState.READY:
             took_s = time.monotonic() - began_s
             if took_s > COMES_BACK_S:
                 raise UserError(f"{name} has not come back after {took_s:.0f} s: the others were left as they are")
@@ -91,7 +91,7 @@ async def _drain(access: BusAccess, worker_id: str, *, forced: bool) -> None:
             worker = next((load.worker for name, load in loads.items() if name == worker_id), None)
             if worker is None:
                 raise UserError(f"there is no worker called {worker_id!r}: `kvmesh status` shows who there is")
-            if worker.role == "store":
+            if worker.role == WorkerRole.STORE:
                 raise UserError(f"{worker_id} is a store, and no answers run there: end its process to have it leave")
             answer = await leaving.leave(worker, DrainWorker(forced=forced))
         console.print(escape(answer))
@@ -106,7 +106,7 @@ async def _restart(access: BusAccess, *, forced: bool) -> None:
         with console.status("asking") as status:
             leaving = Leaving(TypedBus(connection, "restart"), access, status)
             workers = sorted(
-                (load.worker for load in (await leaving.fleet()).workers if load.worker.role != "store"),
+                (load.worker for load in (await leaving.fleet()).workers if load.worker.role != WorkerRole.STORE),
                 key=lambda worker: worker.worker_id,
             )
             if not workers:

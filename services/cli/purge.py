@@ -9,6 +9,7 @@ from rich.table import Column, Table
 from schemas import subjects
 from schemas.ids import WorkerId
 from schemas.kv import PurgeBlocks
+from schemas.worker import WorkerRole
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
@@ -53,7 +54,7 @@ async def _purge(access: BusAccess, purge: Purge) -> tuple[dict[WorkerId, int], 
     holders = [
         load.worker.worker_id
         for load in fleet.workers
-        if (not purge.stores or load.worker.role == "store") and purge.holder in ("", load.worker.worker_id)
+        if (not purge.stores or load.worker.role == WorkerRole.STORE) and purge.holder in ("", load.worker.worker_id)
     ]
     if not holders:
         wanted = f"holder called {purge.holder!r}" if purge.holder else "store" if purge.stores else "holder"

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from schemas import subjects
 from schemas.ids import is_subject_token
 from schemas.observe import AttachedServer, DescribeWorker, WorkerDescribed
-from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
+from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad, WorkerRole, WorkerState
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
@@ -46,7 +46,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         state = "ready" if fleet.ready else "[red]not ready[/red]"
         console.print(f"{where}{access.shown}, policy {fleet.policy}, {state}")
         console.print(worker_table(fleet))
-    if any(load.worker.role == "store" for load in fleet.workers):
+    if any(load.worker.role == WorkerRole.STORE for load in fleet.workers):
         console.print(store_table(fleet))
     for line in device_lines(fleet):
         console.print(line)
@@ -134,7 +134,7 @@ def worker_table(fleet: FleetDescribed) -> Table:
     headings = ("role", "state", "run", "wait", "to do", *BLOCK_STATES, "junk")
     table = Table("worker", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 1, 0, 0))
     for load in _sorted(fleet):
-        if load.worker.role != "store":
+        if load.worker.role != WorkerRole.STORE:
             counts = (load.num_running, load.num_queued, load.num_uncomputed_tokens, *_blocks(load.blocks), _junk(load))
             table.add_row(load.worker.worker_id, load.worker.role, load.state, *map(str, counts))
     return table
@@ -145,7 +145,7 @@ def store_table(fleet: FleetDescribed) -> Table:
     headings = ("state", *BLOCK_STATES, "junk")
     table = Table("store", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 1, 0, 0))
     for load in _sorted(fleet):
-        if load.worker.role == "store":
+        if load.worker.role == WorkerRole.STORE:
             table.add_row(load.worker.worker_id, load.state, *map(str, (*_blocks(load.blocks), _junk(load))))
     return table
 
@@ -154,7 +154,7 @@ def device_lines(fleet: FleetDescribed) -> list[str]:
     """Return a line for each device with its workers; no lines where all run on the CPU."""
     cards: dict[str, list[str]] = {}
     for load in _sorted(fleet):
-        if load.worker.role != "store":
+        if load.worker.role != WorkerRole.STORE:
             cards.setdefault(load.worker.device or CPU, []).append(load.worker.worker_id)
     return [] if set(cards) <= {CPU} else [f"on {device}: {', '.join(names)}" for device, names in cards.items()]
 
@@ -174,7 +174,7 @@ def engine_lines(fleet: FleetDescribed) -> list[str]:
     for load in _sorted(fleet):
         engine, worker_id = load.engine, load.worker.worker_id
         if engine.num_deaths:
-            now = "it is starting again" if load.state == "starting" else "there is one again"
+            now = "it is starting again" if load.state == WorkerState.STARTING else "there is one again"
             lines.append(f"engines of {worker_id} that have died: {engine.num_deaths}; {now}")
         if engine.num_spares:
             size = engine.spare_bytes / (1 << 20)

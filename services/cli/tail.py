@@ -13,7 +13,7 @@ from schemas import handoff, kv, observe, subjects
 from schemas.directory import LocateBlocks
 from schemas.ids import is_subject_token
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
-from schemas.observe import DescribeRequest, RequestDescribed
+from schemas.observe import DescribeRequest, RequestDescribed, RequestPhase
 from schemas.permissions import ALL
 from schemas.request import AskGrammar, CancelRequest, PlaceRequest, RunAttempt
 from schemas.subjects import SUBJECTS
@@ -105,7 +105,7 @@ async def tail(access: BusAccess, request_id: str, stop: asyncio.Event) -> None:
         if request_id:
             described = await _where(TypedBus(connection, "tail"), request_id)
             console.print(_where_line(described))
-            if described.phase in ("finished", "failed", "cancelled"):
+            if described.phase in (RequestPhase.FINISHED, RequestPhase.FAILED, RequestPhase.CANCELLED):
                 return
         await ended_before(stop, _print(subscription, Tail(bare_id(request_id)), console))
     finally:

@@ -18,7 +18,7 @@ from schemas.ids import WorkerId
 from schemas.message import Message
 from schemas.observe import AttachedServer, DescribeWorker
 from schemas.subjects import Subject
-from schemas.worker import BlockCounts, DescribeFleet, WorkerLoad
+from schemas.worker import BlockCounts, DescribeFleet, WorkerLoad, WorkerRole
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
@@ -94,7 +94,7 @@ async def _ask(bus: TypedBus, board: Board) -> None:
             board.policy, board.is_ready = "", False
         else:
             board.policy, board.is_ready = fleet.policy, fleet.ready
-        stores = [worker_id for worker_id, (_, load) in board.loads.items() if load.worker.role == "store"]
+        stores = [worker_id for worker_id, (_, load) in board.loads.items() if load.worker.role == WorkerRole.STORE]
         board.servers = {worker_id: await _servers_of(bus, worker_id) for worker_id in stores}
         await asyncio.sleep(ASK_INTERVAL_S)
 

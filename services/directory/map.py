@@ -21,7 +21,7 @@ from services.directory import limits
 from services.directory.holder_sets import NOBODY, HolderSets
 from services.directory.table import BlockTable, Slots
 
-TIERS: tuple[Tier, ...] = ("arena", "memory", "disk", "remote")
+TIERS: tuple[Tier, ...] = (Tier.ARENA, Tier.MEMORY, Tier.DISK, Tier.REMOTE, Tier.OTHER)
 """All tiers, the fastest first."""
 _TIER_BITS: dict[Tier, int] = {tier: 1 << rank for rank, tier in enumerate(TIERS)}
 

@@ -24,7 +24,7 @@ from schemas.directory import (
     Tier,
 )
 from schemas.subjects import CarriesT, Subject
-from schemas.worker import WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
 from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
@@ -232,10 +232,10 @@ def _worker_seen(message: WorkerJoined | WorkerLoad) -> WorkerSeen:
 
 def _room_of(worker: WorkerInfo) -> dict[Tier, int]:
     """Return for how many blocks it has room on each tier that one of its role has."""
-    if worker.role != "store":
-        return {"arena": worker.num_blocks}
+    if worker.role != WorkerRole.STORE:
+        return {Tier.ARENA: worker.num_blocks}
     num_behind = limits.MAX_HOLDER_BLOCKS if worker.num_blocks_behind is None else worker.num_blocks_behind
-    return {"memory": worker.num_blocks, "disk": num_behind, "remote": num_behind}
+    return {Tier.MEMORY: worker.num_blocks, Tier.DISK: num_behind, Tier.REMOTE: num_behind}
 
 
 def _worker_gone(message: WorkerLeft) -> WorkerGone:

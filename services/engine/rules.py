@@ -79,9 +79,9 @@ def stop_token_ids(sequence: Sequence) -> frozenset[int]:
 
 def _finish_reason(sequence: Sequence, token_id: int, context_length: int | None) -> FinishReason | None:
     if token_id in stop_token_ids(sequence):
-        return "stop"
+        return FinishReason.STOP
     if sequence.index >= sequence.sampling.max_tokens:
-        return "length"
+        return FinishReason.LENGTH
     if context_length is not None and len(sequence.token_ids) >= context_length:
-        return "length"
+        return FinishReason.LENGTH
     return None

@@ -5,7 +5,7 @@ requests that it had taken; and it may have missed the message about it.
 """
 
 from schemas.ids import WorkerId
-from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad, WorkerState
 from services.config import MeshConfig
 from services.gateway.request.events import FleetEvent, WorkerLost, WorkerReady
 from services.presence import FailureDetector, Incarnations, Speaker
@@ -43,8 +43,8 @@ class Fleet:
                 _, before = self._loads.get(worker.worker_id, (0, None))
                 self._loads[worker.worker_id] = now_ms, message
                 lost = [_restarted(worker.worker_id)] if speaker is Speaker.SUCCESSOR else []
-                was_ready = before is not None and before.state == "ready" and not lost
-                return [*lost, WorkerReady()] if message.state == "ready" and not was_ready else [*lost]
+                was_ready = before is not None and before.state == WorkerState.READY and not lost
+                return [*lost, WorkerReady()] if message.state == WorkerState.READY and not was_ready else [*lost]
 
     def role_of(self, worker_id: WorkerId) -> str:
         """Return the role of a worker; empty: it has not published it."""

@@ -15,7 +15,7 @@ from functools import partial
 from dataplane.lasting import lasting
 from schemas import subjects
 from schemas.ids import GatewayId, RequestId, WorkerId
-from schemas.observe import KeepTrace
+from schemas.observe import KeepTrace, RequestPhase
 from schemas.request import (
     AskGrammar,
     AskProgress,
@@ -133,7 +133,7 @@ class Requests:
             job.request_id, job.sampling.max_tokens, self.config, self._detector, must_split=job.must_split
         )
         proof, now = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms), now_ms()
-        live = LiveRequest(job, choice, mailbox, core, job.prompt, proof, now, Published("placing", now))
+        live = LiveRequest(job, choice, mailbox, core, job.prompt, proof, now, Published(RequestPhase.PLACING, now))
         self._live[job.request_id] = live
         self._idle.clear()
         self._stories.accepted(live)

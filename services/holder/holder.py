@@ -50,10 +50,10 @@ from services.telemetry import Telemetry
 log = logging.getLogger(__name__)
 
 DESCRIPTIONS: dict[WorkerRole, str] = {
-    "prefill": "computes prompts, and lends their KV",
-    "decode": "reads KV and decodes answers; may serve a request alone",
-    "aggregated": "computes prompts and decodes their answers",
-    "store": "keeps KV blocks that workers evict, and lends them",
+    WorkerRole.PREFILL: "computes prompts, and lends their KV",
+    WorkerRole.DECODE: "reads KV and decodes answers; may serve a request alone",
+    WorkerRole.AGGREGATED: "computes prompts and decodes their answers",
+    WorkerRole.STORE: "keeps KV blocks that workers evict, and lends them",
 }
 
 

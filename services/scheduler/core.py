@@ -30,6 +30,7 @@ from schemas.worker import (
     WorkerLeft,
     WorkerLoad,
     WorkerRole,
+    WorkerState,
 )
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import SchedulerConfig
@@ -179,8 +180,10 @@ class SchedulerCore:
         info, suspects = member.worker.info, self._suspects(now_ms)
         others = [w.info for w in self._fleet.usable if w is not member.worker and w.info.worker_id not in suspects]
         roles = {other.role for other in others if other.fingerprint == info.fingerprint}
-        is_last = "aggregated" not in roles and not (
-            {"prefill", "decode"} <= roles if info.role == "aggregated" else info.role in roles
+        is_last = WorkerRole.AGGREGATED not in roles and not (
+            {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles
+            if info.role == WorkerRole.AGGREGATED
+            else info.role in roles
         )
         if not is_last or message.forced:
             self._fleet.drain(member.worker)
@@ -197,8 +200,9 @@ class SchedulerCore:
         whether a request could be placed now on workers that are well."""
         suspects = self._suspects(now_ms)
         well = [worker.info for worker in self._fleet.usable if worker.info.worker_id not in suspects]
-        first, second = ({info.fingerprint for info in well if info.role == role} for role in ("prefill", "decode"))
-        ready = any(info.role == "aggregated" for info in well) or not first.isdisjoint(second)
+        halves = WorkerRole.PREFILL, WorkerRole.DECODE
+        first, second = ({info.fingerprint for info in well if info.role == role} for role in halves)
+        ready = any(info.role == WorkerRole.AGGREGATED for info in well) or not first.isdisjoint(second)
         loads: list[WorkerLoad] = []
         left = max_bytes - _ENVELOPE_BYTES
         for worker_id, worker in sorted(self._fleet.workers.items()):
@@ -213,7 +217,9 @@ class SchedulerCore:
         """Return how each known worker stands."""
         suspects = self._suspects(now_ms)
         return [
-            Standing(worker.info.role, "suspect" if key in suspects and worker.state == "ready" else worker.state)
+            Standing(
+                worker.info.role, "suspect" if key in suspects and worker.state == WorkerState.READY else worker.state
+            )
             for key, worker in self._fleet.workers.items()
         ]
 

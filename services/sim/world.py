@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
+from schemas.worker import WorkerState
 from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
 from services.bus.typed import TypedBus
@@ -257,7 +258,7 @@ class World:
             fleet = await ask_fleet(bus, 1.0)
         except BusError:
             return names
-        return names - {load.worker.worker_id for load in fleet.workers if load.state == "ready"}
+        return names - {load.worker.worker_id for load in fleet.workers if load.state == WorkerState.READY}
 
     def _make_loop(self) -> SimLoop:
         return SimLoop(self.clock, self._new_rng())

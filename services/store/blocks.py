@@ -256,12 +256,14 @@ class StoreMemory:
 
     def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
         """Return what came to each tier and what went since the last call."""
-        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.kept.changes.drain())]
+        changes: list[tuple[Tier, ContentChanges]] = [(Tier.MEMORY, self.kept.changes.drain())]
         return changes if self.back_tier is None else [*changes, (self.back_tier, self.back.changes.drain())]
 
     def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return what each tier has now: memory's blocks, then those behind it."""
-        held: list[tuple[Tier, list[BlockHash]]] = [("memory", [content.block_hash for content in self.kept.block_of])]
+        held: list[tuple[Tier, list[BlockHash]]] = [
+            (Tier.MEMORY, [content.block_hash for content in self.kept.block_of])
+        ]
         return held if self.back_tier is None else [*held, (self.back_tier, self.back.hashes())]
 
     def check_integrity(self) -> None:

@@ -40,7 +40,7 @@ class DiskTier:
     """The files of one model's KV (`identity`) under `root`. One process at a time: the folder is locked. `earlier`: of
     formats that are not believed any more."""
 
-    name: Tier = "disk"
+    name: Tier = Tier.DISK
 
     def __init__(self, root: Path, identity: str, value_bytes: int, earlier: Sequence[str] = ()) -> None:
         """Open the folder, made if need be. Raises UserError when it cannot be written, or another store has it."""

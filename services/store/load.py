@@ -11,7 +11,7 @@ from dataplane.machine import available_bytes
 from dataplane.memory.arena import ArenaTooLargeError
 from dataplane.memory.content_macs import BlockContents
 from schemas.ids import WorkerId
-from schemas.worker import WorkerInfo
+from schemas.worker import WorkerInfo, WorkerRole
 from services.config import MeshConfig, StoreConfig, state_dir
 from services.engine.checkpoint import layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -118,7 +118,7 @@ def make_parts(
     info = WorkerInfo(
         worker_id=limits.worker_id,
         incarnation=secrets.token_hex(8),
-        role="store",
+        role=WorkerRole.STORE,
         model=model,
         fingerprint=layout.fingerprint,
         num_blocks=num_blocks,

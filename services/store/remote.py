@@ -52,7 +52,7 @@ class ValkeyTier:
     """The values of one model's KV (`identity`) on a server. `timeout_s` bounds every exchange with it. `earlier`: of
     formats that are not believed any more."""
 
-    name: Tier = "remote"
+    name: Tier = Tier.REMOTE
 
     def __init__(
         self, url: str, identity: str, value_bytes: int, *, timeout_s: float, ttl_s: int, earlier: Sequence[str] = ()

@@ -17,7 +17,7 @@ from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
 from schemas.message import Message
 from schemas.observe import AttachedServer
 from schemas.request import Refused
-from schemas.worker import WorkerLoad, WorkerRates
+from schemas.worker import WorkerLoad, WorkerRates, WorkerState
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
@@ -122,7 +122,7 @@ class Store:
         layout, blocks = self.memory.layout, reporter.blocks
         return WorkerLoad(
             worker=reporter.info(),
-            state="draining" if self._copies.draining else "ready",
+            state=WorkerState.DRAINING if self._copies.draining else WorkerState.READY,
             blocks=blocks.counts(),
             num_running=len(blocks.leases),
             num_queued=0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dataplane.blocks.kept import Content
 from schemas.ids import BlockHash
-from schemas.worker import WorkerInfo, WorkerLoad
+from schemas.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from services.holder.limits import LEAVING_SHARE, MESSAGE_BLOCKS
 
 
@@ -38,9 +38,11 @@ def left_behind(me: WorkerInfo, hottest: Sequence[Content], fleet: Iterable[Work
     like = [
         load
         for load in fleet
-        if load.worker.worker_id != me.worker_id and load.worker.fingerprint == me.fingerprint and load.state == "ready"
+        if load.worker.worker_id != me.worker_id
+        and load.worker.fingerprint == me.fingerprint
+        and load.state == WorkerState.READY
     ]
-    stores = [load for load in like if load.worker.role == "store"]
+    stores = [load for load in like if load.worker.role == WorkerRole.STORE]
     like = sorted(stores or like, key=lambda load: (load.worker.role != me.role, -_room(load), load.worker.worker_id))
     offers: list[LeftBehind] = []
     left = list(hottest)
@@ -58,4 +60,4 @@ def left_behind(me: WorkerInfo, hottest: Sequence[Content], fleet: Iterable[Work
 def _room(load: WorkerLoad) -> int:
     """Return how many blocks somebody takes of one that leaves. A store makes room by itself."""
     blocks = load.blocks
-    return blocks.total if load.worker.role == "store" else (blocks.free + blocks.cached) // LEAVING_SHARE
+    return blocks.total if load.worker.role == WorkerRole.STORE else (blocks.free + blocks.cached) // LEAVING_SHARE

@@ -25,6 +25,7 @@ from schemas.worker import (
     DrainWorker,
     LeaveAnswered,
     LeaveMesh,
+    WorkerRole,
 )
 from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
@@ -218,7 +219,7 @@ class Worker:
 
     def _offer_left(self, offer: LeftBehind) -> None:
         me, to = self.holder.parts.worker_id, offer.receiver
-        if to.role == "store":
+        if to.role == WorkerRole.STORE:
             self._publish_cools(offer.hashes, offer.tenant)
             return
         message = ReplicateBlocks(

@@ -143,7 +143,7 @@ class Answer:
     def _settle(self, number: int, output: Output) -> Output:
         """Once a choice's text has reached its stop string it is complete, even if the request fails after that."""
         if self._call.choices[number].is_over and isinstance(output, FailRequest):
-            return Finish("stop")
+            return Finish(FinishReason.STOP)
         return output
 
     def _add(self, number: int, output: Deliver) -> bytes:

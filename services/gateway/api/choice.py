@@ -1,8 +1,8 @@
 """One choice of an answer: its tokens as a client gets to see them."""
 
+import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from schemas.logprobs import TokenLogprob
 from schemas.request import FinishReason
@@ -12,7 +12,13 @@ from services.gateway.api.text import Detokenizer, PromptEnd, StopMatcher
 from services.gateway.api.tools.parser import ToolParser
 from services.gateway.request.events import Deliver
 
-ShownReason = FinishReason | Literal["tool_calls"]
+
+class ShownReason(enum.StrEnum):
+    """Why an answer is complete, in the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 class TextReader:
@@ -133,9 +139,9 @@ class Choice:
         """Return the rest of the text. A stop string that only the rest completes counts as well."""
         may_stop = len(self.token_ids) > self.min_tokens
         pieces = self._shown(self.reader.feed(self.detokenizer.rest(), may_stop=may_stop) + self.reader.finish())
-        self.finish_reason = "stop" if self.reader.has_matched else reason
-        if self.finish_reason == "stop" and self._has_calls and not self.has_named_call and not self.reader.is_cut:
-            self.finish_reason = "tool_calls"
+        shown = ShownReason.STOP if self.reader.has_matched else ShownReason(reason)
+        is_call = self._has_calls and not self.has_named_call and not self.reader.is_cut
+        self.finish_reason = ShownReason.TOOL_CALLS if shown is ShownReason.STOP and is_call else shown
         return pieces
 
     @property

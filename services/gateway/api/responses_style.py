@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.api.choice import Choice
+from services.gateway.api.choice import Choice, ShownReason
 from services.gateway.api.constraints import JsonObjectFormat, TextFormat
 from services.gateway.api.logprobs import ContentLogprob, TokenTexts
 from services.gateway.api.openai import Options
@@ -184,7 +184,8 @@ class ResponsesStyle:
         events = b"".join(self._piece(piece) for piece in pieces)
         if not self._items:  # an answer without a word is still a message
             events += self._open("message")
-        is_half = choice.finish_reason == "length" or (choice.reader.is_cut and self._items[-1].kind == "function_call")
+        is_cut = choice.reader.is_cut and self._items[-1].kind == "function_call"
+        is_half = is_cut or choice.finish_reason is ShownReason.LENGTH
         return events + self._close("incomplete" if is_half else "completed")
 
     def end(self, choices: Sequence[Choice], usage: UsageReply) -> bytes:
@@ -202,7 +203,7 @@ class ResponsesStyle:
         return encode_reply(self._response(self._status(choices), choices, usage))
 
     def _status(self, choices: Sequence[Choice]) -> Status:
-        return "incomplete" if any(choice.finish_reason == "length" for choice in choices) else "completed"
+        return "incomplete" if any(choice.finish_reason is ShownReason.LENGTH for choice in choices) else "completed"
 
     def _piece(self, piece: Piece) -> bytes:
         match piece:

@@ -94,7 +94,7 @@ class Stories:
         """Publish what a request's core has just decided. After its end it decides nothing."""
         core, published = live.core, live.published
         # By far most calls end here: a further piece of an answer changes no phase and needs no message.
-        if published.phase == "decode" and _is_more(actions):
+        if published.phase == RequestPhase.DECODE and _is_more(actions):
             return
         # A new attempt begins with the message that it resumes the request, unless the request has ended.
         now = now_ms()
@@ -142,15 +142,15 @@ class Stories:
             case Finish(reason=reason):
                 finished = RequestFinished(**fields, finish_reason=reason, num_tokens=num_tokens)
                 self._publish(subjects.FINISHED, finished, job)
-                published.phase, published.detail = "finished", reason
+                published.phase, published.detail = RequestPhase.FINISHED, reason
             case FailRequest(code=code, message=detail, status=status):
                 failed = RequestFailed(**fields, code=code, detail=detail, status=status, num_tokens=num_tokens)
                 self._publish(subjects.FAILED, failed, job)
-                published.phase, published.detail = "failed", f"{code}: {detail}"
+                published.phase, published.detail = RequestPhase.FAILED, f"{code}: {detail}"
             case Abandon(reason=reason):
                 cancelled = RequestCancelled(**fields, reason=reason, num_tokens=num_tokens)
                 self._publish(subjects.CANCELLED, cancelled, job)
-                published.phase, published.detail = "cancelled", reason
+                published.phase, published.detail = RequestPhase.CANCELLED, reason
         published.phase_ms = now
         self._ended[job.request_id] = (now, self._described(live, now))
         self._forget_old(now)
@@ -200,7 +200,7 @@ class Stories:
             timeout_s = self.times.seek_timeout_s
             return await self.bus.ask(subjects.REQUEST_SOUGHT, (request_id,), DescribeRequest(), timeout_s)
         except BusError:  # no gateway has answered that it knows it
-            return RequestDescribed(request_id=request_id, phase="unknown")
+            return RequestDescribed(request_id=request_id, phase=RequestPhase.UNKNOWN)
 
     async def on_sought(self, received: Received[DescribeRequest]) -> RequestDescribed | None:
         """Answer another gateway, where the request is one of ours: the requester takes the first answer."""
@@ -248,8 +248,8 @@ def _is_more(actions: Sequence[Action]) -> bool:
 def _phase_of(core: RequestCore) -> RequestPhase:
     match core.phase:
         case Phase.PLACING:
-            return "placing"
+            return RequestPhase.PLACING
         case Phase.WAITING:
-            return "waiting"
+            return RequestPhase.WAITING
         case _:
-            return "decode" if core.has_first_token else "prefill"
+            return RequestPhase.DECODE if core.has_first_token else RequestPhase.PREFILL

@@ -162,7 +162,7 @@ class RequestCore:
                 return []
             # These events end the request in any phase, and cancel its attempt if one is running.
             case StopMatched():
-                return self._end("a stop string was reached", Finish("stop"), AttemptEnd.COMPLETE)
+                return self._end("a stop string was reached", Finish(FinishReason.STOP), AttemptEnd.COMPLETE)
             case DeadlinePassed():
                 deadline = self._deadline("the request's deadline passed")
                 return self._end("deadline", deadline, AttemptEnd.DEADLINE)
@@ -405,7 +405,7 @@ class RequestCore:
             return self._retry(worker_id, failure.code, fail, now_ms, taken=False, moved_from=held)
         if failure.code is AttemptFailure.ORPHANED:  # it was us who were away: its cache is as good as before
             return self._retry(worker_id, failure.code, fail, now_ms, taken=False, exclude=False)
-        if failure.retryable:
+        if failure.retryable or failure.code is AttemptFailure.OTHER:
             return self._retry(worker_id, failure.code, fail, now_ms)
         end = AttemptEnd.DEADLINE if failure.code is AttemptFailure.DEADLINE else AttemptEnd.CANCELLED
         return self._end(failure.code, fail, end)
@@ -466,7 +466,7 @@ class RequestCore:
             self._num_vain += 1
         # End the request where it is complete already, or has no attempt left.
         if len(self.tokens) >= self.max_tokens:  # only its end has not been received
-            return self._end(reason, Finish("length"), AttemptEnd.COMPLETE)
+            return self._end(reason, Finish(FinishReason.LENGTH), AttemptEnd.COMPLETE)
         fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
         if self._num_vain >= self._config.gateway.max_attempts:
             return self._end(reason, fail_all)
@@ -530,5 +530,6 @@ _FAILURE_STATUS = {
     AttemptFailure.PREEMPTED: 503,
     AttemptFailure.ORPHANED: 503,
     AttemptFailure.GRAMMAR: 400,
+    AttemptFailure.OTHER: 502,
 }
 """HTTP's, for an answer that has not begun."""

@@ -12,7 +12,10 @@ from schemas.ids import GatewayId, RequestId, TokenIds, WorkerId
 from schemas.logprobs import Logprobs, TokenLogprob, unpack_logprobs
 from schemas.request import (
     CARRIED_GRAMMAR_BYTES,
+    AttemptFailure,
+    FinishReason,
     PlaceRequest,
+    RequestFailure,
     RequestTokens,
     RunAttempt,
     SamplingParams,
@@ -98,17 +101,25 @@ def tokens_received(job: Job, worker_id: WorkerId, share: RequestTokens) -> Toke
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     if sampling.prompt_logprobs is not None and tokens and share.index == 0:
         prompt_logprobs = _logprobs(share.prompt_logprobs, job.prompt.num_tokens - 1)
+    finish_reason, failure = share.finish_reason, share.failure
+    if finish_reason is FinishReason.OTHER:
+        finish_reason, failure = None, failure or _UNKNOWN_END
     return TokensReceived(
         share.attempt,
         worker_id,
         share.index,
         tokens,
-        share.finish_reason,
-        share.failure,
+        finish_reason,
+        failure,
         share.report,
         logprobs,
         prompt_logprobs,
     )
+
+
+_UNKNOWN_END = RequestFailure(
+    code=AttemptFailure.OTHER, detail="its answer has ended as only a later release knows", retryable=True
+)
 
 
 def _logprobs(packed: Logprobs | None, num_tokens: int) -> tuple[TokenLogprob, ...]:

@@ -7,7 +7,6 @@ record, or what it needs of it, and keeps no copy.
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from dataplane.blocks.layout import BlockTables
 from schemas.block import BlockHasher, pack_tokens, unpack_tokens
@@ -15,7 +14,7 @@ from schemas.handoff import HandoffState, KVOffered
 from schemas.ids import HandoffId, RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.logprobs import Logprobs, TokenLogprob, num_message_bytes, pack_logprobs, unpack_logprobs
-from schemas.observe import HeldRequest, RunStage
+from schemas.observe import HeldRequest, Part, RunStage
 from schemas.request import (
     AttemptEnd,
     FinishReason,
@@ -293,9 +292,9 @@ class Attempt:
         self.stage = stage
 
     @property
-    def part(self) -> Literal["prefill", "decode"]:
+    def part(self) -> Part:
         """What it is called for people: what this worker does first of it."""
-        return "prefill" if self.upstream is None else "decode"
+        return Part.PREFILL if self.upstream is None else Part.DECODE
 
     @property
     def lease(self) -> Grant | None:

@@ -56,6 +56,7 @@ _LEASE_ENDS = {
     AttemptEnd.CANCELLED: LeaseEnd.CANCELLED,
     AttemptEnd.DEADLINE: LeaseEnd.DEADLINE,
     AttemptEnd.FAILED: LeaseEnd.CANCELLED,
+    AttemptEnd.OTHER: LeaseEnd.CANCELLED,
 }
 """What becomes of the lease of an attempt that ends early."""
 
@@ -143,7 +144,7 @@ class Attempts:
     @property
     def state(self) -> WorkerState:
         """What the worker reports of itself."""
-        return "draining" if self.draining else "starting" if self.starting else "ready"
+        return WorkerState.DRAINING if self.draining else WorkerState.STARTING if self.starting else WorkerState.READY
 
     @property
     def num_queued(self) -> int:

@@ -90,9 +90,9 @@ def check_request(
     num_tokens = len(prompt) - num_answered + request.sampling.max_tokens
     # The first reason counts. Load comes last: an invalid request is refused as such, and not asked to retry.
     reason: tuple[RefusalReason, str, int] | None = None
-    if state == "draining":
+    if state == WorkerState.DRAINING:
         reason = (RefusalReason.DRAINING, f"{limits.worker_id} is draining", RETRY_AFTER_MS)
-    elif state == "starting":
+    elif state == WorkerState.STARTING:
         reason = (RefusalReason.STARTING, f"the engine of {limits.worker_id} is starting again", RETRY_AFTER_MS)
     elif request.deadline_ms <= now_ms:
         reason = (RefusalReason.DEADLINE, "the deadline has passed", 0)

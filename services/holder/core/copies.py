@@ -19,7 +19,7 @@ from dataplane.blocks.layout import BlockTables
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, is_subject_token
 from schemas.kv import EvictionCandidates, ReadEnd, ReplicateBlocks, RequestLease
-from schemas.observe import HeldRequest, RunStage
+from schemas.observe import HeldRequest, Part, RunStage
 from schemas.request import RefusalReason
 from schemas.worker import WorkerLeft
 from services.holder.core.actions import Action, NotTaken, StartRead, StopRead
@@ -123,7 +123,7 @@ class CopyCore:
             yield HeldRequest(
                 request_id=read.key[0],
                 attempt=read.key[1],
-                part="replica",
+                part=Part.REPLICA,
                 stage=RunStage.FETCHING,
                 age_ms=max(0, now_ms - copy.began_ms),
                 reading_from=read.holder,

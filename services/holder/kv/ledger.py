@@ -38,7 +38,7 @@ class BlockLedger:
         self._sequence = 0
         self._snapshot = None
 
-    def events(self, changes: ContentChanges, tier: Tier = "arena") -> list[BlocksStored | BlocksEvicted]:
+    def events(self, changes: ContentChanges, tier: Tier = Tier.ARENA) -> list[BlocksStored | BlocksEvicted]:
         """Return the events that report what has changed on a tier: first what has gone. Each fits into any message."""
         events: list[BlocksStored | BlocksEvicted] = []
         for kind, hashes in ((BlocksEvicted, changes.evicted), (BlocksStored, changes.stored)):

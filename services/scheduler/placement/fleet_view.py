@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from schemas.directory import Tier
 from schemas.ids import WorkerId
-from schemas.worker import WorkerInfo, WorkerLoad
+from schemas.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from services.scheduler.limits import START_DECODE_STEP_MS, START_TOKEN_BYTES
 from services.scheduler.placement.known_rates import Floats, Ints, Links, Pairs, Slots, Speeds, filled, grown
 from services.scheduler.placement.known_worker import KnownWorker, idle
 
 Rows = npt.NDArray[np.void]
+_COMPUTES = (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.AGGREGATED)
+
 ROW = np.dtype(
     [
         ("waiting_tokens", np.float64),
@@ -164,7 +166,7 @@ class FleetView:
         """Who may be given requests."""
         members: dict[str, dict[str, list[int]]] = {}
         for worker in self.usable:
-            roles = members.setdefault(worker.info.fingerprint, {"prefill": [], "decode": [], "aggregated": []})
+            roles = members.setdefault(worker.info.fingerprint, {role: [] for role in _COMPUTES})
             roles[worker.info.role].append(worker.slot)
         return tuple(Group(**{role: np.array(s, np.intp) for role, s in roles.items()}) for roles in members.values())
 
@@ -172,7 +174,7 @@ class FleetView:
     def usable(self) -> list[KnownWorker]:
         """The workers that may be given requests, ordered by id."""
         ordered = sorted(self.workers.values(), key=lambda worker: worker.info.worker_id)
-        return [worker for worker in ordered if worker.state == "ready" and worker.info.role != "store"]
+        return [worker for worker in ordered if worker.state == WorkerState.READY and worker.info.role in _COMPUTES]
 
     @cached_property
     def _ranks(self) -> Slots:
@@ -249,8 +251,8 @@ class FleetView:
             and not w.is_draining
             and w.info.worker_id not in avoided
         ]
-        stores = [w for w in like if w.info.role == "store"]
-        peers = [w for w in like if w.info.role in ("decode", "aggregated")]
+        stores = [w for w in like if w.info.role == WorkerRole.STORE]
+        peers = [w for w in like if w.info.role in (WorkerRole.DECODE, WorkerRole.AGGREGATED)]
         chosen = max(stores or peers, key=lambda w: w.num_usable_blocks, default=None)
         return chosen.info.worker_id if chosen else None
 

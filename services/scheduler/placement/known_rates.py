@@ -45,13 +45,14 @@ class Links(NamedTuple):
 
 
 START_LINKS: dict[Tier, Link] = {
-    "arena": Link(3.0, 1e9),
-    "memory": Link(3.0, 1e9),
-    "disk": Link(5.0, 500e6),
-    "remote": Link(10.0, 200e6),
+    Tier.ARENA: Link(3.0, 1e9),
+    Tier.MEMORY: Link(3.0, 1e9),
+    Tier.DISK: Link(5.0, 500e6),
+    Tier.REMOTE: Link(10.0, 200e6),
+    Tier.OTHER: Link(10.0, 200e6),
 }
 """Loopback TCP, an ordinary solid-state disk, a server across a network."""
-SLOW_TIERS: frozenset[Tier] = frozenset({"disk", "remote"})
+SLOW_TIERS: frozenset[Tier] = frozenset({Tier.DISK, Tier.REMOTE, Tier.OTHER})
 
 
 class Speeds:
@@ -242,7 +243,7 @@ class Pairs:
         """Return what to assume of each reader's other pairs, `[workers]`: the mean of those that it has measured, else
         of all readers', else the start."""
         num, latency_ms, bytes_per_s = self._sums.T
-        every = _mean(self._sums.sum(axis=0)) or START_LINKS["arena"]
+        every = _mean(self._sums.sum(axis=0)) or START_LINKS[Tier.ARENA]
         has = num > 0
         return Links(
             np.where(has, np.maximum(latency_ms, 0.0) / np.maximum(num, 1), every.latency_ms),
@@ -290,7 +291,7 @@ class Pairs:
         if num > 1:
             others = (np.array(sums) - own) / (num - 1)
             return np.maximum(others, (0.0, 1.0 / (num - 1)))
-        others = _mean(self._sums.sum(axis=0) - self._sums[reader]) or START_LINKS["arena"]
+        others = _mean(self._sums.sum(axis=0) - self._sums[reader]) or START_LINKS[Tier.ARENA]
         return np.tile(np.array(others, np.float64), (len(own), 1))
 
 

@@ -10,7 +10,7 @@ def idle(info: WorkerInfo) -> WorkerLoad:
     """Return the load that a worker is taken to have until it reports its own."""
     return WorkerLoad(
         worker=info,
-        state="ready",
+        state=WorkerState.READY,
         blocks=BlockCounts(total=info.num_blocks, free=info.num_blocks, running=0, leased=0),
         num_running=0,
         num_queued=0,
@@ -40,7 +40,7 @@ class KnownWorker:
     has_reported: bool = False
     is_draining: bool = False
     is_starting: bool = False
-    """Its engine is: it lends, and takes no requests."""
+    """Its engine is, or it is in a state that only a later release knows: it lends, and takes no requests."""
     num_placed_requests: int = 0
     num_placed_tokens: int = 0
     num_placed_blocks: int = 0
@@ -51,8 +51,8 @@ class KnownWorker:
         """Replace what is known by the worker's own report: what was placed before is in it."""
         self.load = load
         self.has_reported = True
-        self.is_draining = self.is_draining or load.state == "draining"
-        self.is_starting = load.state == "starting"
+        self.is_draining = self.is_draining or load.state == WorkerState.DRAINING
+        self.is_starting = load.state not in (WorkerState.READY, WorkerState.DRAINING)
         self.num_placed_requests = self.num_placed_tokens = self.num_placed_blocks = 0
         self.lines = {line.tenant: Line(line.num_queued, line.num_uncomputed_tokens) for line in load.lines}
 
@@ -66,7 +66,9 @@ class KnownWorker:
 
     @property
     def state(self) -> WorkerState:
-        return "draining" if self.is_draining else "starting" if self.is_starting else "ready"
+        if self.is_draining:
+            return WorkerState.DRAINING
+        return WorkerState.STARTING if self.is_starting else WorkerState.READY
 
     @property
     def num_requests(self) -> int:

@@ -15,6 +15,7 @@ from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId, is_tenant
 from schemas.request import KVSource, Placement, PlacementTerms, PlaceRequest, RefusalReason, Refused, Reuse, refuse
+from schemas.worker import WorkerRole, WorkerState
 from services.config import SchedulerConfig
 from services.scheduler.limits import (
     EQUAL_MS,
@@ -386,11 +387,13 @@ def _checked(question: Question, choice: object) -> Chosen | None:
 
 def _refusal(case: Case) -> Refused:
     request, usable = case.request, case.fleet.usable
-    roles = {worker.info.role for worker in usable}
-    if (request.must_split or "aggregated" not in roles) and not {"prefill", "decode"} <= roles:
-        missing = [role for role in ("prefill", "decode") if role not in roles]
+    roles, halves = {worker.info.role for worker in usable}, (WorkerRole.PREFILL, WorkerRole.DECODE)
+    if (request.must_split or WorkerRole.AGGREGATED not in roles) and not set(halves) <= roles:
+        missing = [role for role in halves if role not in roles]
         why = ", and it must be split" if request.must_split else ""
-        starting = [known.info.worker_id for known in case.fleet.workers.values() if known.state == "starting"]
+        starting = [
+            known.info.worker_id for known in case.fleet.workers.values() if known.state == WorkerState.STARTING
+        ]
         again = f" (the engine of {', '.join(sorted(starting))} is starting again)" if starting else ""
         detail = f"no {' and no '.join(missing)} worker is ready{why}{again}"
         return refuse(request, RefusalReason.NO_WORKER, detail, RETRY_AFTER_MS)

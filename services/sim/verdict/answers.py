@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dataplane.blocks.layout import KVLayout
+from schemas.request import FinishReason
 from services.sim.brackets import is_document
 from services.sim.client import ChoiceSeen, Exchange
 from services.sim.verdict.expected import ClientRequest, is_prefix
@@ -90,7 +91,7 @@ def check_exchange(
         seen = exchange.choices.get(index, ChoiceSeen())
         problem = _problem_of(seen, tokens, reason, is_whole=is_whole)
         # With a grammar, an answer that stopped by itself must also be one whole document.
-        if request.max_depth and seen.finish_reason == "stop":
+        if request.max_depth and seen.finish_reason == FinishReason.STOP:
             verdict.num_documents += 1
             if not is_document(seen.token_ids, request.max_depth, truth.eos):
                 problem = "no valid document"

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from schemas.observe import Part
 from schemas.request import AttemptEnd
 from services.engine.messages import StepResult
 from services.holder.core.attempt import Attempt, AttemptTimes
@@ -67,7 +68,7 @@ class WorkerSpans:
 
     def ended(self, attempt: Attempt) -> None:
         """An attempt goes on here no more: record what of it has not been."""
-        times, outcome, is_decode = attempt.times, attempt.outcome, attempt.part == "decode"
+        times, outcome, is_decode = attempt.times, attempt.outcome, attempt.part == Part.DECODE
         now_ns, error = time.monotonic_ns(), "" if attempt.end is AttemptEnd.COMPLETE else outcome
         if (wait := attempt.wait) is not None:
             end_ns = now_ns if wait.duplicate is not None else wait.ended_ms * 1_000_000

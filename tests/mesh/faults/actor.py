@@ -36,9 +36,7 @@ class FaultActor:
     """One scenario's. `counts`: the faults that struck; `killed`: whom, in order; `problems`: what a fault brought to
     light by itself."""
 
-    def __init__(
-        self, supervisor: FaultSupervisor, listener: BusListener, proxy: TcpProxy, rng: random.Random
-    ) -> None:
+    def __init__(self, supervisor: FaultSupervisor, listener: BusListener, proxy: TcpProxy, rng: random.Random) -> None:
         self.counts: Counter[str] = Counter()
         self.killed: list[str] = []
         self.problems: list[str] = []

@@ -253,7 +253,9 @@ async def gateway_cut(sizes: Sizes, begin: Begin) -> list[Row]:
     bad = found.complaints
     return [
         _none("wrong, or a worker declared dead, for a gateway that was cut off", len(bad), around, bad),
-        _times("a cut gateway's return to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"),
+        _times(
+            "a cut gateway's return to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"
+        ),
     ]
 
 

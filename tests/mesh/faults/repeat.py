@@ -21,7 +21,7 @@ from tests.mesh.faults.times import death_to_free
 from tests.mesh.zygote import Zygote
 
 REPEATED = (
-    "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode", "hang_engine",
+    "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode", "gateway_cut", "hang_engine",
     "kill_decode_at_offered", "kill_directory", "kill_engine_twice", "kill_gateway", "kill_prefill_at_streaming",
     "kill_scheduler", "pause_decode_long", "refusal", "stall", "truncation",
 )  # fmt: skip

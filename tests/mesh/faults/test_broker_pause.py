@@ -1,5 +1,5 @@
-"""The broker's process stands still under load, or a gateway loses it: nobody is declared dead, and no request failed or
-lost."""
+"""The broker's process stands still under load, or a gateway loses it: nobody is declared dead, no request is lost or
+fails."""
 
 from pathlib import Path
 
