@@ -133,7 +133,7 @@ CUT_COPIES = SimOptions(
 )
 """What workers leave behind arrives in part, and is asked for later."""
 CUT_OFF = SimOptions(
-    shape=MeshShape(num_gateways=2, step_s=0.05),
+    shape=MeshShape(num_gateways=2, step_s=0.3),
     scenario=Scenario(faults=(Fault(do="bus_cut", target="gateway-1", at_s=0.5, for_s=5.0),)),
 )
 """A gateway loses the broker in the middle of its answers."""
