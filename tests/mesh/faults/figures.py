@@ -25,7 +25,16 @@ from services.sim.world import SimOptions
 from tests.bench.bench_proof import LENGTHS, TIMES, proved_and_not
 from tests.bench.side_by_side import compare, num_rounds
 from tests.mesh.faults import times
-from tests.mesh.faults.harness import OPTIONS, SCENARIOS, FaultMesh, Outcome, fault_mesh, make_documents, make_truth
+from tests.mesh.faults.harness import (
+    OPTIONS,
+    SCENARIOS,
+    FaultMesh,
+    Outcome,
+    fault_mesh,
+    make_documents,
+    make_long_truth,
+    make_truth,
+)
 from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.truth import Truth
 from tests.mesh.zygote import Zygote
@@ -232,30 +241,27 @@ async def broker_pause(sizes: Sizes, begin: Begin) -> list[Row]:
     advance = begin("pauses of the broker", len(for_s))
     async with _mesh() as mesh:
         found = await times.broker_pauses(mesh, for_s, advance)
-    around = f"{len(for_s)} pauses of {min(for_s):g} to {max(for_s):g} s, {found.num_answers} answers"
-    if found.num_near_ties:
-        around += f", {found.num_near_ties} proven near-ties"
-    bad = found.complaints
-    return [
-        _none("wrong or given up, or a worker declared dead, for a broker's pause", len(bad), around, bad),
-        _times("the broker's return to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"),
-    ]
+    around = f"{len(for_s)} pauses of {min(for_s):g} to {max(for_s):g} s"
+    return _outage_rows(found, around, "a broker's pause", "the broker's return")
 
 
 async def gateway_cut(sizes: Sizes, begin: Begin) -> list[Row]:
     """Cut a gateway off from the broker; the clients of what was under way there measure."""
     advance = begin("cuts of a gateway", sizes.gateway_cuts)
-    async with _mesh() as mesh:
+    async with _mesh(make_long_truth()) as mesh:
         found = await times.gateway_cuts(mesh, [times.CUT_S] * sizes.gateway_cuts, advance)
-    around = f"{sizes.gateway_cuts} cuts of {times.CUT_S:g} s, {found.num_answers} answers, {found.num_resumed} resumed"
+    around = f"{sizes.gateway_cuts} cuts of {times.CUT_S:g} s, {found.num_resumed} attempts given up"
+    return _outage_rows(found, around, "a gateway that was cut off", "a cut gateway's return")
+
+
+def _outage_rows(found: times.Outages, around: str, outage: str, end: str) -> list[Row]:
+    around += f", {found.num_answers} answers"
     if found.num_near_ties:
         around += f", {found.num_near_ties} proven near-ties"
     bad = found.complaints
     return [
-        _none("wrong, or a worker declared dead, for a gateway that was cut off", len(bad), around, bad),
-        _times(
-            "a cut gateway's return to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"
-        ),
+        _none(f"wrong or lost, or a worker declared dead, for {outage}", len(bad), around, bad),
+        _times(f"{end} to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"),
     ]
 
 

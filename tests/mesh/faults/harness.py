@@ -326,9 +326,14 @@ def is_at_rest(load: WorkerLoad) -> bool:
     return is_free and not load.num_running and not load.num_queued
 
 
-def make_truth(num_cases: int = 16, alone: Alone | None = None) -> Truth:
+def make_truth(num_cases: int = 16, alone: Alone | None = None, answer_tokens: tuple[int, int] = (60, 220)) -> Truth:
     """Return cases that take a real mesh a second or so."""
-    return Truth(DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=(60, 220), alone=alone)
+    return Truth(DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=answer_tokens, alone=alone)
+
+
+def make_long_truth() -> Truth:
+    """Return cases that take it several seconds."""
+    return make_truth(8, answer_tokens=(1_000, 1_300))
 
 
 def make_documents(num_cases: int = 16) -> Truth:

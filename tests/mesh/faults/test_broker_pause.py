@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.settings import changed
-from tests.mesh.faults.harness import OPTIONS, fault_mesh, make_truth
+from tests.mesh.faults.harness import OPTIONS, fault_mesh, make_long_truth, make_truth
 from tests.mesh.faults.times import BROKER_PAUSES_S, CUT_S, Outages, broker_pauses, gateway_cuts
 from tests.mesh.forked import ForkingLoop
 
@@ -26,12 +26,13 @@ def test_a_paused_broker_kills_nobody(num_schedulers: int, for_s: float, forking
 
 
 @pytest.mark.slow  # as above
-def test_a_gateway_that_is_cut_off_kills_nobody(forking: ForkingLoop, tmp_path: Path) -> None:
+def test_a_gateway_that_is_cut_off_kills_nobody_and_goes_on_at_once(forking: ForkingLoop, tmp_path: Path) -> None:
     zygote = forking.zygote
 
     async def run() -> Outages:
-        async with fault_mesh(tmp_path, make_truth(), zygote) as mesh:
+        async with fault_mesh(tmp_path, make_long_truth(), zygote) as mesh:
             return await gateway_cuts(mesh, [CUT_S], lambda: None)
 
     found = forking.run(run())
     assert not found.complaints, "\n".join(found.complaints)
+    assert max(found.gaps_s) < 30.0, "they stood still until workers had forgotten them, a minute later"

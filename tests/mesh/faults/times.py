@@ -235,9 +235,9 @@ def _all_died(mesh: FaultMesh, had: dict[str, int]) -> bool:
 class Outages:
     """Of the broker, or of a gateway's way to it. `gaps_s`: of each answer that was under way, from the end of an
     outage to its next token. `declared`: who was said to have left; `num_resumed`: how many attempts were given up for
-    another one, and `may_resume`: whether that may be."""
+    another one, and `must_resume`: whether there must be some; else there may be none."""
 
-    may_resume: bool = False
+    must_resume: bool = False
     gaps_s: list[float] = field(default_factory=list[float])
     num_answers: int = 0
     num_near_ties: int = 0
@@ -249,7 +249,7 @@ class Outages:
     def complaints(self) -> list[str]:
         """What must not be, however slow the machine is."""
         found = [*self.wrong, *(f"{subject}: nobody has died" for subject in self.declared)]
-        if self.num_resumed and not self.may_resume:
+        if bool(self.num_resumed) is not self.must_resume:
             found.append(f"{self.num_resumed} attempts were given up")
         if not self.gaps_s:
             found.append("no answer was under way meanwhile")
@@ -262,9 +262,10 @@ async def broker_pauses(mesh: FaultMesh, for_s: Sequence[float], on_pause: Calla
 
 
 async def gateway_cuts(mesh: FaultMesh, for_s: Sequence[float], on_cut: Callable[[], None]) -> Outages:
-    """Cut a gateway off from the broker for each of these times while answers of it are under way."""
+    """Cut a gateway off from the broker for each of these times while answers of it are under way, which
+    outlast the patience of workers."""
     gateway = [child.name for child in mesh.supervisor.children if child.role == "gateway"].index(CUT_GATEWAY)
-    return await _outages(mesh, for_s, on_cut, gateway_cut, Outages(may_resume=True), gateway)
+    return await _outages(mesh, for_s, on_cut, gateway_cut, Outages(must_resume=True), gateway)
 
 
 async def _outages(
