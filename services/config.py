@@ -99,6 +99,7 @@ def _read_tenants(path: str) -> dict[str, str]:
 
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: Annotated[str, Variable("KVMESH_NATS_URL")] = "nats://127.0.0.1:4222"
+    """The broker; a list, or a text with commas, for the servers of a cluster."""
     keys: str = "keys"
     """Folder of the roles' keys (`kvmesh bus-config`); a relative one lies beside this file."""
     open: Annotated[
@@ -544,7 +545,7 @@ def is_card(device: str) -> bool:
 def load_config(path: Path) -> MeshConfig:
     """Read `mesh.toml`; environment variables fill what containers set. Raises UserError for a bad file."""
     try:
-        config = msgspec.toml.decode(path.read_text("utf-8"), type=MeshConfig)
+        config = msgspec.convert(_with_one_url(msgspec.toml.decode(path.read_text("utf-8"))), MeshConfig)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; pass --config with a mesh.toml") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -552,6 +553,14 @@ def load_config(path: Path) -> MeshConfig:
     if config.engine.name == "vllm" and not config.engine.kv_format:
         raise UserError(f'{path}: engine.name = "vllm" needs an engine.kv_format: `kvmesh up` fills it in')
     return at_scale(apply_environment(config))
+
+
+def _with_one_url(found: Any) -> Any:
+    """Put commas between the servers of a list, as the flag and the variable have them."""
+    nats = found.get("nats")
+    if isinstance(nats, dict) and isinstance(urls := nats.get("url"), list):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        nats["url"] = ",".join(map(str, urls))  # pyright: ignore[reportUnknownArgumentType]
+    return found
 
 
 def at_scale(config: MeshConfig) -> MeshConfig:

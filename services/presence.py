@@ -10,6 +10,8 @@ partitioned: we ourselves have received nothing from anybody. Then nobody's sile
 unproved: what we have sent through the broker to ourselves has not come back. The same (`FailureDetector.ask_proof`).
 recovering: after a reconnection, or a partition, the others are still on their way back to the broker
     (`FailureDetector.is_recovering`).
+rerouted: the broker has lost one of its servers. Who was connected there is on the way to another one
+    (`FailureDetector.is_rerouted`).
 standing still: our own clock has jumped. The others take us for dead (`Heartbeat`).
 replaced: another incarnation speaks under the name (`Incarnations`); what has left never comes back (`Fences`).
 """
@@ -29,9 +31,11 @@ MAX_FENCES = 1_024
 
 @dataclass(slots=True, frozen=True)
 class BusConnected:
-    """An event: how often the bus has connected so far. More than before is a reconnection."""
+    """An event: how often the bus has connected so far, and its broker lost some of its servers. More than before is a
+    reconnection, or that members of other servers are on their way to this one."""
 
     num_connects: int
+    num_reroutes: int = 0
 
 
 class FailureDetector:
@@ -44,8 +48,8 @@ class FailureDetector:
             times.partitioned_after_ms if partitioned_after_ms is None else partitioned_after_ms
         )
         self._received_ms: int | None = None
-        self._num_connects: int | None = None
-        self._recovered_ms = 0
+        self._known: BusConnected | None = None
+        self._recovered_ms = self._rerouted_ms = 0
         self._unproved_ms: int | None = None
         """Since when a proof that the bus works has been on its way; None: none is."""
         self.since_ms = 0
@@ -78,10 +82,12 @@ class FailureDetector:
         self.received(now_ms)
         self._unproved_ms = None
 
-    def connects(self, num_connects: int, now_ms: int) -> bool:
+    def connects(self, event: BusConnected, now_ms: int) -> bool:
         """Take note of how often the bus has connected so far. Returns whether it has reconnected since last time."""
-        before, self._num_connects = self._num_connects, num_connects
-        if before in (None, num_connects):
+        before, self._known = self._known or event, event
+        if before.num_reroutes != event.num_reroutes:
+            self._rerouted_ms = now_ms + self.times.rerouted_ms
+        if before.num_connects == event.num_connects:
             return False
         self.begin_recovery(now_ms)
         self._received_ms = self.since_ms = now_ms
@@ -94,6 +100,10 @@ class FailureDetector:
     def is_recovering(self, now_ms: int) -> bool:
         """Whether others may still be on their way back to the broker."""
         return now_ms < self._recovered_ms
+
+    def is_rerouted(self, now_ms: int) -> bool:
+        """Whether others may be on their way from a server of the broker that is lost."""
+        return now_ms < self._rerouted_ms
 
     def quiet_ms(self, seen_ms: int, now_ms: int) -> int:
         """Return how long somebody last seen at `seen_ms` has sent nothing that we could have received."""
@@ -121,11 +131,14 @@ class Peer:
     def is_gone(self, asked_ms: int, detector: FailureDetector, now_ms: int, gap_ms: int | None = None) -> bool:
         """The broker answers that nobody serves a question asked at `asked_ms`. Returns whether its process has
         ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came
-        (None: as `detector` has it). Two questions that waited for the same broker are one proof."""
+        (None: as `detector` has it), and not while it may be on its way from a lost server. Two questions that waited
+        for the same broker are one proof."""
         if detector.is_recovering(now_ms):
             return False
         if self.unserved_ms is None or self.unserved_ms < detector.since_ms:
             self.unserved_ms = now_ms
+            return False
+        if detector.is_rerouted(now_ms):
             return False
         return asked_ms - self.unserved_ms >= (detector.times.unserved_gap_ms if gap_ms is None else gap_ms)
 

@@ -120,6 +120,12 @@ class Bus(Protocol):
         ...
 
     @property
+    def num_reroutes(self) -> int:
+        """How often the broker has said that it has lost some of its servers: who was connected there is on the way to
+        another one."""
+        ...
+
+    @property
     def num_dropped(self) -> int:
         """Messages that came and were dropped, as `MAX_WAITING` others waited for their reader already."""
         ...
@@ -155,8 +161,8 @@ class Bus(Protocol):
 
     async def flush(self, timeout_s: float | None = None) -> None:
         """Send a message through the broker to ourselves, and return once it has come back. So all that was sent before
-        has reached the broker, subscriptions are live, and the connection works in both directions. `timeout_s` None:
-        the bus' own.
+        has reached the broker, subscriptions are live, and the connection works in both directions. Other servers of
+        the broker hear of it a moment later. `timeout_s` None: the bus' own.
 
         Raises RequestTimedOutError, BusError while the broker is away or when the connection is lost, BusClosedError.
         """

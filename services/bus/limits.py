@@ -23,6 +23,9 @@ BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
 WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 """So many bytes may wait for one subscription's reader."""
 
+GREETING_BYTES = 64 * 1024
+"""A server's greeting is no longer."""
+
 RENEW_AGAIN_S = 3600
 """So long after there was no next key it is looked for again."""
 CANCEL_AGAIN_S = 0.01

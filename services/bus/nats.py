@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import ParseResult
 
+import msgspec
 import nats
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
-from nats.protocol.parser import ERR_OP
+from nats.protocol.parser import ERR_OP, INFO_OP
 
 from dataplane.lasting import lasting_task
 from schemas.broker import DISCONNECTED
@@ -43,10 +44,11 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
+from services.bus.servers import ClusterView, in_order, num_advertised
 from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
 from services.times import Times
 from services.trust.certificates import client_context
-from services.trust.keys import BusAccess, Identity
+from services.trust.keys import BusAccess, Identity, without_password
 from services.trust.nats_jwt import sign_nonce, token_of, user_of
 
 log = logging.getLogger(__name__)
@@ -213,6 +215,8 @@ class BrokerTransport(TcpTransport):
     def __init__(self, ca: Path | None) -> None:
         super().__init__()
         self._ca = ca
+        self.num_reads = 0
+        """How often something has come."""
 
     def __bool__(self) -> bool:
         return True  # else the library makes one of its own
@@ -241,6 +245,11 @@ class BrokerTransport(TcpTransport):
             # Without it asyncio warns, whenever the broker ends, of how the library has made its stream.
             self._io_writer._protocol._over_ssl = True  # pyright: ignore
 
+    async def read(self, buffer_size: int) -> bytes:
+        data = await super().read(buffer_size)
+        self.num_reads += 1
+        return data
+
     def unread(self) -> bytes:
         """Return what has come and was not read: a broker that lets go of a connection sends why just before, and the
         library gets to see the end of the connection only."""
@@ -258,21 +267,23 @@ class BrokerRefusedError(nats.errors.Error):
 
 
 class BrokerClient(Client):
-    """The library's client, put right in five ways.
+    """The library's client, put right in six ways.
 
     It goes on reading after a PONG that nobody awaits any more: the library hands each PONG to whoever has waited
     longest, and one that was cancelled meanwhile would end its reading task. It connects to the address that it was
     given only, with TLS where that is asked for: the library leaves both to the first line that comes, in clear, from
-    whoever answers. It leaves a connection that is broken at once. It keeps what the broker announces of its limits,
+    whoever answers. It leaves a connection that is broken at once, and one of several servers that sends nothing, as
+    long as it is not our own process that stood still. It keeps what the broker announces of its limits,
     which the library drops with the connection. And once closed it stays closed: asyncio.wait_for of
     Python 3.11 swallows a cancellation that comes together with what it waits for, and the library's reconnection would
     go on for ever, in a client that takes itself for closed.
     """
 
-    def __init__(self, *, is_encrypted: bool, ca: Path | None = None) -> None:
+    def __init__(self, *, num_servers: int = 1, is_encrypted: bool, ca: Path | None = None) -> None:
         super().__init__()
         self._own_transport = self._transport = BrokerTransport(ca)
         self._is_encrypted = is_encrypted
+        self.view = ClusterView(num_servers)
         self.broker_error = ""
         """The broker's own words, of the last error that it sent; empty once it has let us in."""
 
@@ -302,8 +313,42 @@ class BrokerClient(Client):
             raise MistrustedError(
                 "does not encrypt, and that is insisted on: it is on another machine, or has a ca.pem"
             )
+        (self.view.connected if initial_connection else self.view.told)(num_advertised(info))
         # The other servers of a cluster: whoever answers could name anybody, and the library would go there in clear.
         await super()._process_info({**info, "connect_urls": []}, initial_connection)
+
+    @property
+    def server(self) -> str:
+        """The address of the server that we are connected to, or were last."""
+        return "" if self._current_server is None else without_password(self._current_server.uri.geturl())
+
+    @property
+    def other_servers(self) -> list[Srv]:
+        """Those that we are not connected to, in the order in which they are tried."""
+        return [server for server in self._server_pool if server is not self._current_server]
+
+    def prefer(self, server: Srv) -> None:
+        """Try this one first when we connect next."""
+        self._server_pool.remove(server)
+        self._server_pool.insert(0, server)
+
+    async def _ping_interval(self) -> None:
+        interval_s, most = self.options["ping_interval"], self.options["max_outstanding_pings"]
+        num_silent = num_reads = 0
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(interval_s)
+            if not self.is_connected:
+                continue
+            # Whatever comes is a sign of life. Where it is we who stood still, it may not have been read yet.
+            stood_still = time.monotonic() - began_s > 2 * interval_s
+            is_silent = self._own_transport.num_reads == num_reads and not stood_still
+            num_silent, num_reads = num_silent + 1 if is_silent else 0, self._own_transport.num_reads
+            if num_silent >= most:
+                await self._process_op_err(nats.errors.StaleConnectionError())
+                return
+            with contextlib.suppress(RuntimeError, AttributeError):  # the connection is being closed
+                await self._send_ping()  # pyright: ignore[reportUnknownMemberType]
 
     async def _attempt_reconnect(self) -> None:
         _abort(self)  # over TLS the library would first wait 30 s for the goodbye of a broker that sends nothing
@@ -330,10 +375,19 @@ class NatsBus:
         self._recover_s = times.presence.recover_ms / 1000
         self._identity = access.identity
         self._renew = access.renew
+        self._ca = access.ca
+        self._tls = client_context(access.ca) if access.is_encrypted else None
         self._renew_s = math.inf if access.identity is None or access.renew is None else _renewal_of(access.identity)
         """When the next identity is asked for, by the monotonic clock."""
         self._name = name
         self._url = access.shown
+        self._num_servers = len(access.servers)
+        self._refused: dict[str, str] = {}
+        """Why a server of several does not let us in, at the first try."""
+        self._is_sent_away = False
+        """Our server has said that it will end."""
+        self._looked_s = 0.0
+        """When we last looked for a server that sees more than ours."""
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
@@ -353,6 +407,20 @@ class NatsBus:
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def server(self) -> str:
+        """The address of the server that the bus is connected to, or was last."""
+        return self._client.server
+
+    @property
+    def num_seen(self) -> int:
+        """How many addresses that server has named last, as those of its cluster; 0: none."""
+        return self._client.view.num_seen
+
+    @property
+    def num_reroutes(self) -> int:
+        return self._client.view.num_reroutes
 
     @property
     def broker_error(self) -> str:
@@ -375,32 +443,36 @@ class NatsBus:
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us, UserError where it takes small messages
         only."""
-        url, identity, ca, _ = access
+        _, identity, ca, _ = access
+        times, servers = times or Times(), in_order(access.servers, name)
+        has_several = len(servers) > 1
+        server_timeout_s = min(timeout_s, times.bus.server_connect_timeout_s) if has_several else int(timeout_s)
+        ping_interval_s = times.bus.server_ping_interval_s if has_several else times.bus.ping_interval_s
         # Make the bus before it connects: the client's callbacks below are its methods.
-        client = BrokerClient(is_encrypted=access.is_encrypted, ca=ca)
-        times = times or Times()
+        client = BrokerClient(num_servers=len(servers), is_encrypted=access.is_encrypted, ca=ca)
         bus = cls(client, access, name, times)
-        tls = client_context(ca) if access.is_encrypted else None
         try:
             connecting = client.connect(
-                url,
+                servers,
+                dont_randomize=True,
                 name=name,
                 error_cb=bus._on_error,
                 disconnected_cb=bus._on_disconnected,
                 reconnected_cb=bus._on_reconnected,
                 closed_cb=bus._on_closed,
-                connect_timeout=max(1, int(timeout_s)),
+                lame_duck_mode_cb=bus._on_lame_duck,
+                connect_timeout=max(1, server_timeout_s),  # pyright: ignore[reportArgumentType]
                 max_reconnect_attempts=-1,
                 # Clients that were cut off together do not come back together.
                 reconnect_time_wait=times.bus.reconnect_wait_s * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
                 allow_reconnect=True,
                 pending_size=limits.BUFFER_BYTES,
-                ping_interval=times.bus.ping_interval_s,  # pyright: ignore[reportArgumentType]
+                ping_interval=ping_interval_s,  # pyright: ignore[reportArgumentType]
                 # The client calls these at each connect: after a renewal a reconnect shows the new identity.
                 user_jwt_cb=None if identity is None else bus._token,
                 signature_cb=None if identity is None else bus._sign_nonce,
                 inbox_prefix=INBOX if identity is None else identity.inbox,
-                tls=tls,
+                tls=bus._tls,
             )
             await _within(timeout_s, connecting)
         except (asyncio.CancelledError, BrokerRefusesError):
@@ -429,6 +501,11 @@ class NatsBus:
             )
         if max_bytes < limits.MAX_PAYLOAD_BYTES:
             log.info("the broker takes messages of %d bytes: longer prompts are refused", max_bytes)
+        if client.view.is_mute:
+            log.warning(
+                "%s names no other server: who is connected to one that is cut off from the others stays there; leave "
+                "out no_advertise in its cluster", bus.server
+            )  # fmt: skip
         # Prepare what the connection needs: an inbox for the round trips of `flush`, a watch over the library's tasks.
         bus._inbox = client.new_inbox()
         await client.subscribe(bus._inbox, cb=bus._on_returned)  # pyright: ignore[reportUnknownMemberType]
@@ -574,7 +651,53 @@ class NatsBus:
             if time.monotonic() > self._renew_s and self._take_next_identity() and self.is_connected:
                 log.info("the next key of %s is taken: connecting anew with it", self._name)
                 await _reconnect(self._client)
+            if self._is_sent_away and self.is_connected:
+                await self._go_away()
+            if self._client.view.is_lonely and time.monotonic() > self._looked_s + self._times.look_around_s:
+                await self._look_around()
+                self._looked_s = time.monotonic()
             await asyncio.sleep(self._times.watch_interval_s)
+
+    async def _look_around(self) -> None:
+        """Go to a server that sees more of the cluster than ours; stay where none answers that does."""
+        if not self.is_connected:
+            return
+        others = self._client.other_servers
+        seen = await asyncio.gather(*map(self._num_seen_by, others))
+        better = [server for server, number in zip(others, seen, strict=True) if number > self._client.view.num_seen]
+        lonely = f"{self.server} sees half of its cluster or less"
+        if not better:
+            self._log_once(f"{lonely}, and there is no other one that sees more")
+        elif self._client.view.is_lonely:
+            log.warning("%s: connecting to another one", lonely)
+            self._client.prefer(better[0])
+            await _reconnect(self._client)
+
+    async def _num_seen_by(self, server: Srv) -> int:
+        """Return how many addresses another server of ours advertises; 0: it does not answer, or is not believed."""
+        transport, timeout_s = BrokerTransport(self._ca), math.ceil(self._times.server_connect_timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await transport.connect(server.uri, limits.GREETING_BYTES, timeout_s)
+                greeting = (await transport.readline()).removeprefix(INFO_OP)
+                if self._tls is not None:
+                    await transport.connect_tls(server.uri.hostname or "", self._tls, limits.GREETING_BYTES, timeout_s)
+            return num_advertised(msgspec.json.decode(greeting, type=dict[str, Any]))
+        except (OSError, ValueError, nats.errors.Error, msgspec.DecodeError):
+            return 0
+        finally:
+            transport.give_up()
+
+    async def _on_lame_duck(self) -> None:
+        self._is_sent_away = self._num_servers > 1
+
+    async def _go_away(self) -> None:
+        """Our server will end: go to another one before it does, once what we have said is there."""
+        log.info("%s is about to end: connecting to another server", self.server)
+        self._is_sent_away = False
+        with contextlib.suppress(BusError):
+            await self.flush(self._times.server_ping_interval_s)
+        await _reconnect(self._client)
 
     def _take_next_identity(self) -> bool:
         """Return whether there is one: the broker takes the one before until its end only."""
@@ -625,19 +748,21 @@ class NatsBus:
         text = str(error) or type(error).__name__
         if self.num_connects == 0 and _REFUSED in text.lower():
             # Who connects gets this at once: the library would try again and again with the same key.
-            raise BrokerRefusesError(_refusal(self._url, self._identity))
+            self._refuse(_refusal(self.server, self._identity))
+            return
         # The broker has no trusted certificate: the caller of the first connect gets the error, later only the log.
         if isinstance(error, MistrustedError):
-            text = f"the broker at {self._url} {error}; {_CERTIFIED}"
+            text = f"the broker at {self.server} {error}; {_CERTIFIED}"
             if self.num_connects == 0:
-                raise BrokerRefusesError(text)
-            self._log_once(text)
+                self._refuse(text)
+            else:
+                self._log_once(text)
             return
         if _REFUSED in text.lower() and self._renew is not None:
             self._renew_s = 0.0  # what we have is of no use any more
         # The library tries again several times a second: log the broker's words once, and not with each attempt.
         if not self.is_connected and self._client.broker_error and self.num_connects:
-            self._log_once(f"the broker at {self._url} does not let us in: {self._client.broker_error}")
+            self._log_once(f"the broker at {self.server} does not let us in: {self._client.broker_error}")
             return
         # The subject of ended connections is optional: without it the scheduler relies on its pings.
         if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
@@ -648,6 +773,14 @@ class NatsBus:
             self._denied = text
         # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
+
+    def _refuse(self, text: str) -> None:
+        """A server does not let us in as we connect for the first time. Raises BrokerRefusesError where all do not;
+        else one of them may have been forgotten when keys were changed."""
+        self._refused[self.server] = text
+        if len(self._refused) == self._num_servers:
+            raise BrokerRefusesError(text)
+        self._log_once(text)
 
     def _log_once(self, text: str) -> None:
         """Log once what comes again with every attempt to connect."""
@@ -660,13 +793,14 @@ class NatsBus:
         self._end_trips(BusClosedError() if is_closed else BusError("the bus", LOST))
         self._end_requests(nats.errors.ConnectionClosedError() if is_closed else ConnectionLostError())
         if not is_closed:
-            log.warning("lost the broker at %s; trying again several times a second", self._url)
+            log.warning("lost the broker at %s; trying again several times a second", self.server)
 
     async def _on_reconnected(self) -> None:
         self.num_connects += 1
+        self._is_sent_away = False
         self._last_logged = ""
         self._reconnected_s = time.monotonic()
-        log.warning("the broker at %s is back", self._url)
+        log.warning("the broker is back, at %s", self.server)
 
     async def _on_closed(self) -> None:
         self.closed.set()

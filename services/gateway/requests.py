@@ -76,7 +76,7 @@ from services.gateway.request.job import (
 from services.gateway.request.live import LiveRequest, Published
 from services.gateway.request.mailbox import Mailbox
 from services.keep import keep_traces
-from services.presence import FailureDetector
+from services.presence import BusConnected, FailureDetector
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.trust.credentials import TenantSigner
@@ -111,6 +111,7 @@ class Requests:
         self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway, self._live)
         self._fleet = Fleet(self._detector, self.config)
         self.spans = ChoiceSpans(self.telemetry, self._fleet.role_of)
+        self._note_connects()
 
     async def listen(self) -> None:
         """Subscribe to all that a gateway receives, and serve all that it answers. Raises BusError."""
@@ -194,6 +195,10 @@ class Requests:
         return self._fleet.block_counts(now_ms())
 
     # What comes on the bus.
+
+    def _note_connects(self) -> None:
+        bus = self.bus.connection
+        self._detector.connects(BusConnected(bus.num_connects, bus.num_reroutes), now_ms())
 
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id
@@ -403,6 +408,7 @@ class Requests:
         try:
             reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), trace or job.trace)
         except NoRespondersError:
+            self._note_connects()  # what the broker answers as it has just lost a server proves nothing
             self._detector.received(now_ms())
             raise
         self._detector.received(now_ms())

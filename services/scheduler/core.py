@@ -100,6 +100,7 @@ class SchedulerCore:
         self.asks_directory = settings.policy not in POLICIES
         """Whether `place` makes use of holders."""
         self._is_proving = False
+        self._num_reroutes = 0
 
     def incarnations(self) -> dict[WorkerId, str]:
         """Return who is known to live."""
@@ -135,8 +136,9 @@ class SchedulerCore:
                 self._is_proving = False
                 if works:
                     self._detector.proved(now_ms)
-            case BusConnected(num_connects=num_connects):
-                self._detector.connects(num_connects, now_ms)
+            case BusConnected():
+                self._detector.connects(event, now_ms)
+                self._note_reroutes(event.num_reroutes, now_ms)
         return []
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -244,7 +246,7 @@ class SchedulerCore:
         member = self._member(ping.worker_id, ping.incarnation)
         if member is None:
             return []
-        member.num_outstanding -= 1
+        member.num_outstanding = max(0, member.num_outstanding - 1)
         match event:
             case PingAnswered():  # another one than was asked will speak for itself
                 if (event.worker_id, event.incarnation) == (ping.worker_id, ping.incarnation):
@@ -262,6 +264,16 @@ class SchedulerCore:
             case PingUnanswered():
                 pass
         return []
+
+    def _note_reroutes(self, num_reroutes: int, now_ms: int) -> None:
+        """Give up the pings that are under way, and ask anew: they may have gone to a server that is lost."""
+        if num_reroutes == self._num_reroutes:
+            return
+        self._num_reroutes = num_reroutes
+        for member in self._members.values():
+            if member.num_outstanding:
+                member.num_outstanding = 0
+                self._doubt(member, now_ms)
 
     def _declare(self, worker_id: WorkerId, reason: LeftReason, now_ms: int) -> PublishLeft:
         """Declare that a known worker has left."""

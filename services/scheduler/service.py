@@ -207,7 +207,8 @@ class Scheduler:
             self._wake.set()
 
     def _note_connects(self) -> None:
-        self._core.handle(BusConnected(self._bus.connection.num_connects), now_ms())
+        bus = self._bus.connection
+        self._core.handle(BusConnected(bus.num_connects, bus.num_reroutes), now_ms())
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

@@ -51,7 +51,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusAccess(NamedTuple):
-    """How to get to a broker. Without an identity: one that lets anybody in."""
+    """How to get to a broker. Without an identity: one that lets anybody in. `url`: with commas, the servers of one
+    cluster."""
 
     url: str
     identity: Identity | None = None
@@ -63,21 +64,41 @@ class BusAccess(NamedTuple):
     @property
     def shown(self) -> str:
         """The address without a password."""
-        return re.sub(r"//[^/]*@", "//", self.url)
+        return without_password(self.url)
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers' addresses, in the order in which they are named. Raises UserError where there is none."""
+        found = dict.fromkeys(url.strip() for url in self.url.split(","))
+        if not all(found):
+            raise UserError(f"{self.shown!r} is no broker's address: {_LIKE}")
+        return list(found)
 
     @property
     def is_encrypted(self) -> bool:
         """TLS is insisted on: always where somebody with a key or a password connects to another machine. Raises
         UserError for what is no broker's address."""
+        ways = {self._is_encrypted(url) for url in self.servers}
+        if len(ways) > 1:
+            raise UserError(f"of {self.shown!r} some would be spoken to in clear: name all of them as tls://HOST:4222")
+        return ways.pop()
+
+    def _is_encrypted(self, url: str) -> bool:
         # The client library takes anything else, `NATS://host` too, for the name of a host.
-        is_known = self.url.startswith(("nats://", "tls://")) or "://" not in self.url
-        parts = _split(self.url) if is_known else None
+        is_known = url.startswith(("nats://", "tls://")) or "://" not in url
+        parts = _split(url) if is_known else None
         if parts is None or not parts.hostname:
-            raise UserError(
-                f"{self.shown!r} is no broker's address: it is like nats://127.0.0.1:4222 or tls://HOST:4222"
-            )
+            raise UserError(f"{without_password(url)!r} is no broker's address: {_LIKE}")
         has_secret = self.identity is not None or parts.username is not None
         return parts.scheme == "tls" or self.ca is not None or (has_secret and not is_loopback(parts.hostname))
+
+
+_LIKE = "it is like nats://127.0.0.1:4222 or tls://HOST:4222"
+
+
+def without_password(url: str) -> str:
+    """Return a broker's address as it may be shown."""
+    return re.sub(r"//[^/]*@", "//", url)
 
 
 def _split(url: str) -> SplitResult | None:

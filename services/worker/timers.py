@@ -66,7 +66,8 @@ class Timers:
             times, suspects = self._times, self._wanted.suspects
             await asyncio.sleep(times.suspicious_interval_s if suspects else times.round_interval_s)
             with logging_failures("asking the gateways"):
-                self._wanted.handle(BusConnected(self._bus.connection.num_connects), now_ms())
+                bus = self._bus.connection
+                self._wanted.handle(BusConnected(bus.num_connects, bus.num_reroutes), now_ms())
                 await asyncio.gather(*map(self._ask, self._wanted.tick(now_ms())))
 
     async def _ask(self, question: AskGateway) -> None:

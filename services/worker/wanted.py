@@ -82,8 +82,8 @@ class WantedCore:
                 gateway = self._gateways.setdefault(question.gateway_id, Peer(now_ms))
                 if gateway.is_gone(question.asked_ms, self._detector, now_ms):
                     return [AttemptUnwanted(key, is_orphaned=True) for key in question.keys]
-            case BusConnected(num_connects=num_connects):
-                if self._detector.connects(num_connects, now_ms):
+            case BusConnected():
+                if self._detector.connects(event, now_ms):
                     self._gateways.clear()
         return []
 

@@ -4,7 +4,7 @@ import pytest
 
 from schemas.ids import WorkerId
 from schemas.worker import LeftReason, WorkerLeft
-from services.presence import MAX_FENCES, FailureDetector, Fences, Heartbeat, Incarnations, Peer, Speaker
+from services.presence import MAX_FENCES, BusConnected, FailureDetector, Fences, Heartbeat, Incarnations, Peer, Speaker
 from services.times import PresenceTimes, Times
 
 DEAF_AFTER_MS = Times().presence.partitioned_after_ms
@@ -87,9 +87,10 @@ def test_who_hears_something_for_the_first_time_has_nobody_to_wait_for() -> None
 
 def test_after_a_reconnection_nobody_is_dead_for_a_while() -> None:
     peer, detector = Peer(0), FailureDetector(PresenceTimes())
-    assert not detector.connects(1, 0) and not detector.connects(1, 500) and not detector.is_recovering(500)
+    assert not detector.connects(BusConnected(1), 0) and not detector.connects(BusConnected(1), 500)
+    assert not detector.is_recovering(500)
     assert not peer.is_gone(900, detector, 900)
-    assert detector.connects(2, 1_000)
+    assert detector.connects(BusConnected(2), 1_000)
     ends_ms = 1_000 + SETTLE_MS
     for now_ms in (1_000, ends_ms - 1):
         assert detector.is_recovering(now_ms) and not peer.is_gone(now_ms, detector, now_ms)
@@ -99,7 +100,7 @@ def test_after_a_reconnection_nobody_is_dead_for_a_while() -> None:
 
 def test_a_reconnection_starts_the_silences_anew() -> None:
     detector = hearing_at(5_000)
-    detector.connects(1, 0), detector.connects(2, 5_000)
+    detector.connects(BusConnected(1), 0), detector.connects(BusConnected(2), 5_000)
     assert detector.quiet_ms(0, 5_600) == 600 and detector.quiet_ms(5_500, 5_600) == 100
 
 

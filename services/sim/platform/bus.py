@@ -346,6 +346,7 @@ class SimBus:
         self.is_connected = broker.is_up
         self.is_cut = False
         self.num_connects = 1
+        self.num_reroutes = 0
         self.num_dropped = 0
         self.subscriptions: list[SimSubscription] = []
         self.last_arrival_s: dict[SimBus, float] = {}

@@ -294,10 +294,11 @@ async def fault_mesh(
     *,
     seed: int = 0,
     as_operator: Sequence[Subject[Any, Any]] = STRIKES_AT,
+    has_cluster: bool = False,
 ) -> AsyncIterator[FaultMesh]:
     """Start a mesh; at the end stop it, and make sure that nothing is left. `as_operator`: what its listener hears that
     no observer does."""
-    supervisor = FaultSupervisor(options, run_dir, zygote)
+    supervisor = FaultSupervisor(options, run_dir, zygote, has_cluster=has_cluster)
     mesh: FaultMesh | None = None
     try:
         await supervisor.start_all()

@@ -49,6 +49,7 @@ class TcpProxy:
         self._cut: set[int] = set()
         self._healed = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._carrying: set[asyncio.Task[None]] = set()
 
     async def lead_to(self, ports: set[int]) -> None:
         """Lead to these ports of 127.0.0.1 from now on, and to no others."""
@@ -83,11 +84,15 @@ class TcpProxy:
         self._healed = asyncio.Event()
 
     async def close(self) -> None:
-        """Listen no more. Connections end with their ends."""
+        """Listen no more, and end all connections."""
         self.heal()
         for server in self._servers.values():
             server.close()
         self._servers.clear()
+        for writer in self._writers:
+            _reset(writer)
+        if self._carrying:
+            await asyncio.wait(self._carrying)
 
     def _strikes(self, kind: FaultKind) -> bool:
         share = self._kinds.get(kind)
@@ -100,6 +105,10 @@ class TcpProxy:
         if self._strikes("refusal"):
             _reset(writer)
             return
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
         try:
             from_holder, to_holder = await asyncio.open_connection("127.0.0.1", port)
         except OSError:

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from services.config import write_config
 from services.launch.options import Launch
 from services.settings import changed
+from services.trust.keys import BROKER_FILE
+from tests.bus.cluster import ROUTES_HOST, Cluster
 from tests.mesh.faults.proxy import TcpProxy
 from tests.mesh.forked import ForkedSupervisor
 from tests.mesh.zygote import QuickRestarts, Zygote
@@ -26,9 +28,10 @@ CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.
 
 
 class FaultSupervisor(ForkedSupervisor):
-    """As `kvmesh up`. `tenants`: API keys; each is somebody for whom nothing is cached yet."""
+    """As `kvmesh up`. `tenants`: API keys; each is somebody for whom nothing is cached yet. `has_cluster`: its broker
+    is of three servers, `servers`, which see each other through a proxy."""
 
-    def __init__(self, options: Launch, run_dir: Path, zygote: Zygote) -> None:
+    def __init__(self, options: Launch, run_dir: Path, zygote: Zygote, *, has_cluster: bool = False) -> None:
         self.tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
         own = {
             "config.worker.advertise_host": PROXY_HOST,
@@ -39,10 +42,16 @@ class FaultSupervisor(ForkedSupervisor):
         self._processes: list[tuple[str, asyncio.subprocess.Process]] = []
         self.bus_way = TcpProxy(BUS_HOST, random.Random(0))
         """From `CUT_GATEWAY` to the broker."""
+        self.servers: Cluster | None = None
+        self._has_cluster = has_cluster
+        self._routes = TcpProxy(ROUTES_HOST, random.Random(0))
 
     async def stop_all(self) -> None:
         await super().stop_all()
         await self.bus_way.close()
+        if self.servers is not None:
+            self.servers.close()
+        await self._routes.close()
 
     def take_crashes(self) -> list[str]:
         """Say which processes have crashed since the last time. The mesh starts them again, and requests may not notice
@@ -64,13 +73,19 @@ class FaultSupervisor(ForkedSupervisor):
         return process
 
     async def _start_broker(self) -> str:
+        if self._has_cluster:
+            access = (self.keys_dir / BROKER_FILE).read_text()
+            self.servers = Cluster(self._run_dir / "servers", self._routes, access)
+            await self._routes.lead_to(self.servers.route_ports)
+            self.servers.start_all()
+            return self.servers.url
         url = await super()._start_broker()
         await self.bus_way.lead_to({urlsplit(url).port or 0})
         return url
 
     def _arguments(self, role: str, name: str) -> list[str]:
         arguments = super()._arguments(role, name)
-        if name == CUT_GATEWAY:
+        if name == CUT_GATEWAY and not self._has_cluster:
             path, port = self._run_dir / "cut.toml", urlsplit(self.nats_url).port
             write_config(changed(self._mesh, {"nats.url": f"nats://{BUS_HOST}:{port}"}), path)
             arguments[arguments.index("--config") + 1] = str(path)

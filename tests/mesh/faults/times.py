@@ -174,7 +174,7 @@ async def pauses(mesh: FaultMesh, num_strikes: int, on_strike: Callable[[], None
             found.wrong.append(f"request {stream.number} ({stream.request_id}): it was not interrupted")
         on_strike()
     await mesh.settle()
-    found.num_near_ties = mesh.truth.num_near_ties - ties
+    found.num_near_ties += mesh.truth.num_near_ties - ties
     return found
 
 
@@ -233,11 +233,13 @@ def _all_died(mesh: FaultMesh, had: dict[str, int]) -> bool:
 
 @dataclass
 class Outages:
-    """Of the broker, or of a gateway's way to it. `gaps_s`: of each answer that was under way, from the end of an
-    outage to its next token. `declared`: who was said to have left; `num_resumed`: how many attempts were given up for
-    another one, and `must_resume`: whether there must be some; else there may be none."""
+    """Of the broker, one of its servers, or a gateway's way to it. `gaps_s`: of each answer that was under way, from
+    the end of an outage to its next token, or, with `from_begin`, its longest pause from the beginning on. `declared`:
+    who was said to have left, or lives anew; `num_resumed`: how many attempts were given up for another one, and
+    `must_resume`: whether there must be some; else there may be none."""
 
     must_resume: bool = False
+    from_begin: bool = False
     gaps_s: list[float] = field(default_factory=list[float])
     num_answers: int = 0
     num_near_ties: int = 0
@@ -258,17 +260,17 @@ class Outages:
 
 async def broker_pauses(mesh: FaultMesh, for_s: Sequence[float], on_pause: Callable[[], None]) -> Outages:
     """Stop the broker's process for each of these times while answers are under way and more requests come."""
-    return await _outages(mesh, for_s, on_pause, broker_stopped, Outages())
+    return await outages(mesh, for_s, on_pause, broker_stopped, Outages())
 
 
 async def gateway_cuts(mesh: FaultMesh, for_s: Sequence[float], on_cut: Callable[[], None]) -> Outages:
     """Cut a gateway off from the broker for each of these times while answers of it are under way, which
     outlast the patience of workers."""
     gateway = [child.name for child in mesh.supervisor.children if child.role == "gateway"].index(CUT_GATEWAY)
-    return await _outages(mesh, for_s, on_cut, gateway_cut, Outages(must_resume=True), gateway)
+    return await outages(mesh, for_s, on_cut, gateway_cut, Outages(must_resume=True), gateway)
 
 
-async def _outages(
+async def outages(
     mesh: FaultMesh,
     for_s: Sequence[float],
     on_outage: Callable[[], None],
@@ -276,12 +278,13 @@ async def _outages(
     found: Outages,
     gateway: int | None = None,
 ) -> Outages:
+    """Add to `found` what is seen of an outage for each of these times. `gateway`: whose answers are looked at; None:
+    of all in turn."""
     ties = mesh.truth.num_near_ties
     for out_s in for_s:
         await mesh.settle()
         await _one_outage(mesh, outage(mesh.supervisor), out_s, found, gateway)
         on_outage()
-    await mesh.settle()
     found.num_near_ties = mesh.truth.num_near_ties - ties
     return found
 
@@ -289,13 +292,14 @@ async def _outages(
 async def _one_outage(
     mesh: FaultMesh, outage: AbstractAsyncContextManager[None], out_s: float, found: Outages, gateway: int | None
 ) -> None:
-    """`gateway`: whose answers are looked at; None: of all in turn."""
+    lived = _incarnations(mesh)
     listening = Listening(mesh.listener)
     try:
         streams = [mesh.new_stream(number, gateway) for number in mesh.longest_cases(NUM_UNDER_WAY)]
         asking = [mesh.start(stream) for stream in streams]
         for stream in streams:
             await stream.until_tokens(1)
+        struck_s = time.monotonic()
         async with outage:
             for _ in range(NUM_MEANWHILE):
                 await asyncio.sleep(out_s / (NUM_MEANWHILE + 1))
@@ -308,15 +312,25 @@ async def _one_outage(
     finally:
         listening.close()
     for stream in streams[:NUM_UNDER_WAY]:
-        found.gaps_s += [at_s - back_s for at_s in stream.event_times_s if at_s > back_s][:1]
+        if found.from_begin:
+            found.gaps_s += [max(stream.gaps_s(struck_s), default=0.0)]
+        else:
+            found.gaps_s += [at_s - back_s for at_s in stream.event_times_s if at_s > back_s][:1]
     found.num_answers += len(streams)
     subjects = [subject for subject, _ in listening.heard]
     found.declared += [subject for subject in subjects if fnmatchcase(subject, "mesh.v1.worker.*.left")]
+    await mesh.settle()
+    lives = _incarnations(mesh)
+    found.declared += [f"{name}, once more" for name in lived if lives[name] != lived[name]]
     found.num_resumed += sum(fnmatchcase(subject, "mesh.v1.request.*.resumed") for subject in subjects)
     for stream in streams:
         problem = stream.error or stream.problem or mesh.truth.problem(stream, mesh.truth.answers[stream.number])
         if problem or stream.ending != "finished":
             found.wrong.append(f"request {stream.number} ({stream.request_id}) {stream.ending}: {problem}")
+
+
+def _incarnations(mesh: FaultMesh) -> dict[str, str]:
+    return {name: load.worker.incarnation for name, load in mesh.worker_loads().items()}
 
 
 async def cancel_to_free(mesh: FaultMesh, num_rounds: int, on_cancel: Callable[[], None]) -> dict[str, list[float]]:
