@@ -12,12 +12,13 @@ from schemas.permissions import GUESTS
 from schemas.subjects import Role
 from services.config import ModelConfig, load_config, write_config
 from services.files import write_private
-from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
-from services.trust.keys import BROKER_FILE, MeshKeys
+from services.trust.certificates import CA_FILE
+from services.trust.keys import MeshKeys
+from services.trust.routes import SERVER_FILES
 
 MODEL_DIR = Path("/model")
-BROKER = "nats"
-"""What the containers call it."""
+BROKERS = ("nats", "nats-1", "nats-2")
+"""What the containers call it, and the further servers of `ha.yaml`."""
 AT_BROKER = Path("/etc/nats/keys")
 """Where the broker's container has its folder of keys."""
 
@@ -32,8 +33,8 @@ def make_config(template: Path, target: Path, model: str, keys: Path, model_dir:
     config = load_config(template)
     if model:
         config = msgspec.structs.replace(config, model=_own_model(config.model, Path(model), model_dir))
-    if not all((keys / "broker" / name).exists() for name in (CERTIFICATE_FILE, BROKER_FILE)):
-        for name, content in MeshKeys.fresh([BROKER]).files(AT_BROKER).items():
+    if not all((keys / "broker" / name).exists() for name in SERVER_FILES):
+        for name, content in MeshKeys.fresh(BROKERS, has_routes=True).files(AT_BROKER).items():
             for folder in _whose(name):
                 write_private(keys / folder / name, content)
     whole = target.with_name("mesh.toml.new")
@@ -45,7 +46,7 @@ def _whose(name: str) -> tuple[str, ...]:
     """Return the folders of a file of keys."""
     if name == CA_FILE:
         return ("people", *(role for role in Role if role not in GUESTS))
-    if name in (BROKER_FILE, CERTIFICATE_FILE, KEY_FILE):
+    if name in SERVER_FILES:
         return ("broker",)
     return ("people",) if name.endswith(".creds") else (name.partition(".")[0],)
 

@@ -29,7 +29,7 @@ _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform.startswith("linux"
 _CONFIG = """\
 host: "{host}"
 port: {port}
-server_name: "kvmesh"
+server_name: {name}
 max_payload: {max_payload}
 logfile: {logfile}
 logfile_size_limit: 8MB
@@ -50,8 +50,11 @@ class EmbeddedNats:
         return self._process.pid
 
     @classmethod
-    def launch(cls, port: int | None, state_dir: Path, access: str = "") -> "EmbeddedNats":
-        """Start a server on `port` (None: a free one) and return once it answers. Raises UserError.
+    def launch(
+        cls, port: int | None, state_dir: Path, access: str = "", *, host: str = "", name: str = "kvmesh"
+    ) -> "EmbeddedNats":
+        """Start a server on `port` (None: a free one) and return once it answers. Raises UserError. `host`: where it
+        listens; empty: on loopback. `name`: how its cluster calls it.
 
         `access`: the part of its configuration that says who may come in (`MeshKeys.broker_config`); empty: anybody.
 
@@ -62,14 +65,15 @@ class EmbeddedNats:
         binary = find_server()
         if port is None:
             port = free_port()
-        elif not is_free(port):
+        elif not host and not is_free(port):
             raise UserError(f"port {port} is in use, or not ours to take: pass another --nats-port for the broker")
         # Write the configuration: the server puts its log, and the file that names its port, into this folder.
         folder = state_dir.absolute()
         private_folder(folder)
         logfile, config = folder / "nats.log", folder / "nats.conf"
         settings = _CONFIG.format(
-            host=own_address(),
+            host=host or own_address(),
+            name=json.dumps(name),
             port=port,
             max_payload=limits.MAX_PAYLOAD_BYTES,
             logfile=json.dumps(str(logfile), ensure_ascii=False),  # it knows no \u00e9

@@ -28,6 +28,10 @@ GREETING_BYTES = 64 * 1024
 
 RENEW_AGAIN_S = 3600
 """So long after there was no next key it is looked for again."""
+
+SURVEY_QUIET_S, SURVEY_AT_MOST_S = 0.25, 2.0
+"""A survey ends once nobody has answered for so long, and after so long in any case."""
+
 CANCEL_AGAIN_S = 0.01
 """What swallowed its cancellation is cancelled again after this long."""
 

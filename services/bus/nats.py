@@ -32,7 +32,7 @@ from nats.protocol.parser import ERR_OP, INFO_OP
 
 from dataplane.lasting import lasting_task
 from schemas.broker import DISCONNECTED
-from schemas.permissions import INBOX, PEOPLE, inboxes_of
+from schemas.permissions import INBOX, PEOPLE, SURVEY, inboxes_of
 from services.bus import limits
 from services.bus.base import (
     LOST,
@@ -44,7 +44,7 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
-from services.bus.servers import ClusterView, in_order, num_advertised
+from services.bus.servers import ClusterView, ServerSeen, in_order, num_advertised
 from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
 from services.times import Times
 from services.trust.certificates import client_context
@@ -55,12 +55,21 @@ log = logging.getLogger(__name__)
 
 SERVICE_VERSION = "0.1.0"
 
+SERVER_KEY = "server"
+"""Where a member of a broker of several servers says, to those who survey, which one it is connected to."""
+
 _REFUSED = "authorization violation"
 _CERTIFIED = "`kvmesh bus-config DIR --host NAME` makes a certificate for it, and ca.pem for whoever connects"
 _TOO_MANY_SUBSCRIPTIONS = "subscriptions exceeded"
 _BUFFER_FULL = "the broker is away and the send buffer is full"
 
 ResultT = TypeVar("ResultT")
+
+
+class _Surveyed(msgspec.Struct):
+    """What a service answers to a survey (NATS ADR-32, `ping_response`)."""
+
+    metadata: dict[str, str] = {}
 
 
 class SurveyedService(Service):
@@ -320,7 +329,7 @@ class BrokerClient(Client):
     @property
     def server(self) -> str:
         """The address of the server that we are connected to, or were last."""
-        return "" if self._current_server is None else without_password(self._current_server.uri.geturl())
+        return "" if self._current_server is None else _shown(self._current_server)
 
     @property
     def other_servers(self) -> list[Srv]:
@@ -389,6 +398,8 @@ class NatsBus:
         self._looked_s = 0.0
         """When we last looked for a server that sees more than ours."""
         self._services: dict[str, Service] = {}
+        self._described: list[dict[str, str]] = []
+        """What those services say of us to whoever surveys."""
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
         self._last_logged = ""
@@ -582,6 +593,8 @@ class NatsBus:
         if name not in self._services:
             identity = {} if metadata is None else metadata
             identity.setdefault("id", self._name)
+            self._described.append(identity)
+            self._say_server()
             config = ServiceConfig(
                 name=name, version=SERVICE_VERSION, description=description or f"kvmesh {name}", metadata=identity
             )
@@ -589,6 +602,50 @@ class NatsBus:
             await service.start()
             self._services[name] = service
         return self._services[name]
+
+    def _say_server(self) -> None:
+        if self._num_servers > 1:
+            for described in self._described:
+                described[SERVER_KEY] = self.server
+
+    async def survey(self) -> list[ServerSeen]:
+        """Return each server of ours, and those that members name besides, with the members that are on it: these
+        answer people only. Takes as long as answers come, and a quarter of a second. Raises BusError."""
+        try:
+            on_server = await self._members()
+        except nats.errors.Error as error:
+            raise _bus_error(SURVEY, error) from error
+        # The server that we are connected to has told us what it sees: the others are asked.
+        others = self._client.other_servers
+        numbers = await asyncio.gather(*map(self._num_seen_by, others))
+        seen = {_shown(server): number for server, number in zip(others, numbers, strict=True)}
+        seen[self.server] = self.num_seen
+        return [
+            ServerSeen(url, seen.get(url, 0), frozenset(on_server.get(url, ()))) for url in sorted({*seen, *on_server})
+        ]
+
+    async def _members(self) -> dict[str, set[str]]:
+        """Ask everybody which server they are on; return the members of each. Not the library's request: it takes one
+        answer."""
+        found: dict[str, set[str]] = {}
+        answered = asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            with contextlib.suppress(msgspec.DecodeError):
+                said = msgspec.json.decode(message.data, type=_Surveyed).metadata
+                found.setdefault(said.get(SERVER_KEY, ""), set()).add(said.get("id", ""))
+            answered.set()
+
+        inbox = self._client.new_inbox()
+        answers = await self._client.subscribe(inbox, cb=take)  # pyright: ignore[reportUnknownMemberType]
+        await self._client.publish(f"{SURVEY}.PING", reply=inbox)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.SURVEY_AT_MOST_S):
+                while True:
+                    answered.clear()
+                    await asyncio.wait_for(answered.wait(), limits.SURVEY_QUIET_S)
+        await answers.unsubscribe()
+        return found
 
     async def flush(self, timeout_s: float | None = None) -> None:
         """See `Bus`. Raises BrokerUnreachableError when the broker has denied us a subject: to the caller of a
@@ -800,6 +857,7 @@ class NatsBus:
         self._is_sent_away = False
         self._last_logged = ""
         self._reconnected_s = time.monotonic()
+        self._say_server()
         log.warning("the broker is back, at %s", self.server)
 
     async def _on_closed(self) -> None:
@@ -807,6 +865,10 @@ class NatsBus:
         self._end_requests(nats.errors.ConnectionClosedError())
         for endpoint in self._endpoints:
             await endpoint.close()
+
+
+def _shown(server: Srv) -> str:
+    return without_password(server.uri.geturl())
 
 
 def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
@@ -835,8 +897,8 @@ def _refusal(url: str, identity: Identity | None) -> str:
             "--creds, or, for a service, the folder of its keys with --keys"
         )
     return (
-        f"the broker at {url} does not know the key of {identity.role} {identity.name}: it has expired, or is of "
-        "another mesh; --keys (a service's) or --creds (a person's) names what was made for this broker"
+        f"the broker at {url} does not know the key of {identity.role} {identity.name}: it has expired, is revoked, "
+        "or is of another mesh; --keys (a service's) or --creds (a person's) names what was made for this broker"
     )
 
 

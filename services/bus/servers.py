@@ -4,12 +4,33 @@ A cluster's server sends its clients the addresses of all servers that it has ro
 connected to: whoever answers could name anybody. At worst one that lies has us look at another one of our own list.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from hashlib import blake2b
-from typing import Any
+from ipaddress import ip_address
+from typing import Any, NamedTuple
 
 CLUSTER_SIZE = 3
 """Of fewer servers none is lonely: of two that do not see each other neither is the worse one."""
+
+
+class ServerSeen(NamedTuple):
+    """One of a broker's servers, as somebody who asks sees it."""
+
+    url: str
+    num_seen: int
+    """How many addresses it names as those of its cluster; 0: none, or it does not answer."""
+    members: frozenset[str]
+    """Who is connected to it, of those that say so."""
+
+
+def sharing_a_machine(addresses: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Return which servers are lost together, as they have an address in common. `addresses`: of each server."""
+    by_address: dict[str, list[str]] = {}
+    for server, found in addresses.items():
+        # All of loopback is one machine, whatever its last byte.
+        for address in {"loopback" if ip_address(each).is_loopback else each for each in found}:
+            by_address.setdefault(address, []).append(server)
+    return [servers for servers in by_address.values() if len(servers) > 1]
 
 
 def in_order(servers: Sequence[str], name: str) -> list[str]:

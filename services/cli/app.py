@@ -53,7 +53,9 @@ OperatorOption = Annotated[
 OperatorCreds = Annotated[
     str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
 ]
-RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store", "attach"]
+RoleName = Literal[
+    "gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store", "attach", "broker"
+]  # fmt: skip
 
 
 @app.command()
@@ -68,9 +70,14 @@ def up(**flags: Any) -> None:
 @app.command()
 def serve(
     role: Annotated[RoleName, typer.Argument(help="Which service.")],
-    config: Annotated[Path, typer.Option(help="The mesh's configuration, mesh.toml.")],
+    config: Annotated[Path | None, typer.Option(help="The mesh's configuration, mesh.toml; a broker has none.")] = None,
     id: Annotated[str, typer.Option("--id", help="This service's name; role and host name if left out.")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="A gateway's port; mesh.toml's if 0.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="A gateway's port, mesh.toml's if 0; a broker's, 4222 if 0.")
+    ] = 0,
+    host: Annotated[
+        str, typer.Option(help="A broker's address to listen on; all of this machine if it has a certificate.")
+    ] = "",
     metrics_port: Annotated[
         int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
     ] = -1,
@@ -84,6 +91,15 @@ def serve(
     starter: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
+    if role == "broker":
+        from services.launch.broker import run_broker
+
+        if not keys:
+            raise UserError("--keys names the folder with broker.conf: `kvmesh bus-config` makes it")
+        run_broker(Path(keys), id, host, port)
+        return
+    if config is None:
+        raise UserError("--config names the mesh.toml of the mesh")
     from services.launch.serve import Overrides, run_service
 
     metrics = None if metrics_port < 0 else metrics_port
@@ -128,21 +144,41 @@ def bus_config(
     host: Annotated[
         str, typer.Option(help="Names and addresses by which the server is reached, with commas between: TLS.")
     ] = "",
+    routes: Annotated[
+        bool,
+        typer.Option("--routes", help="Each of the hosts is a server of one broker: what these need too."),
+    ] = False,
+    at: Annotated[
+        Path | None, typer.Option(help="Where the server finds its files on its own machine; there if left out.")
+    ] = None,
     member: Annotated[str, typer.Option(help="With keys made before: one for this name alone, as decode-0.")] = "",
     revoke: Annotated[str, typer.Option(help="The name of a member whose keys are to be of no use any more.")] = "",
+    push: Annotated[
+        bool, typer.Option("--push", help="Tell the servers of --nats what is revoked: they tell each other.")
+    ] = False,
+    nats: Annotated[str, typer.Option(help="With --push: the servers; KVMESH_NATS_URL if left out.")] = "",
     days: Annotated[int, typer.Option(min=1, max=3650, help="Keys of members and people end after so many.")] = 90,
 ) -> None:
     """Make the keys of a mesh whose NATS server is your own, and the part of its configuration that knows them."""
-    from services.cli.bus_config import run_bus_config, run_member, run_revoke
+    from services.cli.bus_config import run_bus_config, run_member, run_push, run_revoke
+    from services.config import environment_broker
 
-    if sum(map(bool, (host, member, revoke))) > 1:
+    if sum(map(bool, (host or routes or at, member, revoke))) > 1:
         raise UserError("--host is for new keys, --member and --revoke are for those that there are: one of them")
+    url = nats or environment_broker()
+    if push and not url:
+        raise UserError("--push needs to know the servers: --nats tls://nats-0:4222,tls://nats-1:4222")
     if member:
         run_member(folder, member, days)
     elif revoke:
-        run_revoke(folder, revoke)
+        run_revoke(folder, revoke, url if push else "")
+    elif push:
+        run_push(folder, url)
     else:
-        run_bus_config(folder, parse_list(host), days)
+        hosts = parse_list(host)
+        if routes and len(hosts) < 2:
+            raise UserError("--routes needs the names of all servers: --host nats-0,nats-1,nats-2")
+        run_bus_config(folder, hosts, days, at, has_routes=routes)
 
 
 @app.command()

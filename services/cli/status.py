@@ -1,11 +1,14 @@
 """`kvmesh status`: the workers as a scheduler knows them, or one of them as it knows itself."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from schemas import subjects
@@ -14,6 +17,7 @@ from schemas.observe import AttachedServer, DescribeWorker, WorkerDescribed
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad, WorkerRole, WorkerState
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
+from services.bus.servers import ServerSeen, sharing_a_machine
 from services.bus.typed import TypedBus
 from services.cli.limits import ASK_TIMEOUT_S
 from services.cli.running import BusOptions, access_of, mesh_meant
@@ -31,6 +35,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         _print_worker(asyncio.run(_describe_worker(access, worker_id)), as_json=as_json)
         return
     fleet = asyncio.run(describe_fleet(access))
+    servers = asyncio.run(_survey(access)) if len(access.servers) > 1 and not as_json else []
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")
         return
@@ -50,6 +55,10 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         console.print(store_table(fleet))
     for line in device_lines(fleet):
         console.print(line)
+    if servers:
+        console.print(server_table(servers))
+        for line in server_lines(servers):
+            console.print(line)
     # Below the tables: a line for each thing that is unusual, such as restarts, clocks that differ, orphaned blocks.
     if mesh is not None and mesh.restarts:
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
@@ -60,6 +69,17 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
     if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
         listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
         console.print(f"[red]blocks that no request knows of: {listed}[/red]")
+
+
+async def _survey(access: BusAccess) -> list[ServerSeen]:
+    """Return what is known of each server of a broker. Raises UserError where none answers."""
+    connection = await NatsBus.connect(access, "kvmesh-status")
+    try:
+        return await connection.survey()
+    except BusError as error:
+        raise UserError(f"the broker at {access.shown} does not answer ({error.reason})") from error
+    finally:
+        await connection.close()
 
 
 async def _describe_worker(access: BusAccess, worker_id: str) -> WorkerDescribed:
@@ -148,6 +168,34 @@ def store_table(fleet: FleetDescribed) -> Table:
         if load.worker.role == WorkerRole.STORE:
             table.add_row(load.worker.worker_id, load.state, *map(str, (*_blocks(load.blocks), _junk(load))))
     return table
+
+
+def server_table(servers: Iterable[ServerSeen]) -> Table:
+    """Return the table of a broker's servers: how many members each has, and how many servers it sees."""
+    table = Table(
+        "broker", Column("members", justify="right"), Column("sees", justify="right"), box=None, padding=(0, 1, 0, 0)
+    )
+    for each in servers:
+        table.add_row(escape(each.url or "not said"), str(len(each.members)), str(each.num_seen or ""))
+    return table
+
+
+def server_lines(servers: Iterable[ServerSeen]) -> list[str]:
+    """Return a line for each thing of a broker's servers that should not be."""
+    silent = [escape(each.url) for each in servers if each.url and not each.num_seen]
+    lines = [f"[red]{url} names no other server, or does not answer[/red]" for url in silent]
+    addresses = {each.url: _addresses(urlsplit(each.url).hostname or "") for each in servers}
+    for together in sharing_a_machine(addresses):
+        lines.append(f"on one machine, and lost together: {escape(', '.join(together))}")
+    return lines
+
+
+def _addresses(host: str) -> set[str]:
+    """Return what a name stands for; nothing where nobody knows it."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)} if host else set()
+    except OSError:
+        return set()
 
 
 def device_lines(fleet: FleetDescribed) -> list[str]:

@@ -114,7 +114,7 @@ def run_service(
     except UserError as error:
         if not supervised:
             raise
-        _say(f"{ERROR_PREFIX}{error}")  # the supervisor prints it once, for all its services
+        say(f"{ERROR_PREFIX}{error}")  # the supervisor prints it once, for all its services
         sys.exit(2)
 
 
@@ -179,7 +179,7 @@ async def _serve(
                 gc.collect()
                 gc.freeze()  # what was loaded stays: a collection would look it all through, while nobody is answered
                 while_ready.enter_context(_served(metrics, config))
-                _say(READY_LINE)
+                say(READY_LINE)
 
             within_s = config.times.bus.claim_within_s
             # A gateway has another name in each of its lives, which nobody else can have.
@@ -309,6 +309,7 @@ def _service(
             )
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line for whoever has started this process."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -46,9 +46,12 @@ class BrokerCertificate(NamedTuple):
     key: bytes
 
 
-def new_certificate(hosts: Sequence[str], now: datetime.datetime | None = None) -> BrokerCertificate:
-    """Return a certificate for a broker that clients call by these names and addresses, of a CA of its own. Raises
-    UserError for what is neither."""
+def new_certificate(
+    hosts: Sequence[str], now: datetime.datetime | None = None, *, is_client_too: bool = False
+) -> BrokerCertificate:
+    """Return a certificate for a broker that clients call by these names and addresses, of a CA of its own.
+    `is_client_too`: its servers show it to each other. Raises UserError for what is neither."""
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if is_client_too else ())]
     begins = now or datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = _named("kvmesh CA")
@@ -63,7 +66,7 @@ def new_certificate(hosts: Sequence[str], now: datetime.datetime | None = None) 
         _begun(_named("kvmesh broker"), ca_name, key.public_key(), signs, begins)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(is_ca=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
         .sign(ca_key, hashes.SHA256())
     )

@@ -28,8 +28,8 @@ from services.files import create_private, private_folder, write_private
 from services.trust import nats_jwt
 from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, BrokerCertificate, ca_file, new_certificate
 from services.trust.credentials import TenantSigner
+from services.trust.routes import BROKER_FILE, Routes
 
-BROKER_FILE = "broker.conf"
 MESH_FILE = "mesh.key.json"
 IDENTITY_LIFE_S = 24 * 3600
 """A service's identity ends so long after it was made; it makes itself another one before."""
@@ -172,6 +172,8 @@ class MeshKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Each role's public key."""
     people: Mapping[Role, str]
     """The seeds of people's roles."""
+    system_seed: str = ""
+    """Of the broker's own account: who tells a cluster what has changed is a user of it. Empty: keys of before."""
     members: Mapping[str, tuple[Made, ...]] = {}
 
     def account_token(self) -> str:
@@ -192,11 +194,14 @@ class MeshKeys:
     mesh: MeshKey
     certificate: BrokerCertificate | None = None
     """With it the broker speaks TLS only."""
+    routes: Routes | None = None
+    """With them it is of several servers."""
 
     @classmethod
-    def fresh(cls, hosts: Sequence[str] = (), *, content_secret: str = "") -> "MeshKeys":
+    def fresh(cls, hosts: Sequence[str] = (), *, content_secret: str = "", has_routes: bool = False) -> "MeshKeys":
         """`hosts`: what clients call the broker, for its certificate; none: TLS is not used. `content_secret`: by which
-        the blocks of its stores are believed; empty: a fresh one. Raises UserError for what is no name or address."""
+        the blocks of its stores are believed; empty: a fresh one. `has_routes`: each host is a server of one broker.
+        Raises UserError for what is no name or address."""
         # NATS has a chain of trust: the operator signs the accounts, and each role's key signs the users of that role.
         operator = nats_jwt.new_pair(nats_jwt.OPERATOR)
         account, system = nats_jwt.new_pair(nats_jwt.ACCOUNT), nats_jwt.new_pair(nats_jwt.ACCOUNT)
@@ -205,7 +210,7 @@ class MeshKeys:
         mesh = MeshKey(
             seed=nats_jwt.seed(operator), account=nats_jwt.public(account), system=nats_jwt.public(system),
             signers={role: nats_jwt.public(pair) for role, pair in signers.items()},
-            people={role: nats_jwt.seed(signers[role]) for role in GUESTS},
+            people={role: nats_jwt.seed(signers[role]) for role in GUESTS}, system_seed=nats_jwt.seed(system),
         )  # fmt: skip
         # Gateways sign whose a request is. Holders only verify it, and so get the public key alone.
         tenant_seed = fresh_secret()
@@ -226,7 +231,8 @@ class MeshKeys:
             role: RoleKey(role=role, account=mesh.account, seed=nats_jwt.seed(pair), **own.get(role, {}))
             for role, pair in signers.items()
         }
-        return cls(config, roles, mesh, new_certificate(hosts) if hosts else None)
+        certificate = new_certificate(hosts) if hosts else None
+        return cls(config, roles, mesh, certificate, Routes(hosts) if has_routes else None)
 
     def files(self, folder: Path, people_life_s: int | None = None) -> dict[str, bytes]:
         """Return the content of each file by its name: each role's key, people's credentials, and last the broker's
@@ -245,6 +251,8 @@ class MeshKeys:
             found[KEY_FILE] = self.certificate.key
             certificate, key = (json.dumps(str(folder / name)) for name in (CERTIFICATE_FILE, KEY_FILE))
             config += f'tls: {{ cert_file: {certificate}, key_file: {key}, min_version: "1.3" }}\n'
+        if self.routes:
+            found |= self.routes.files(folder)
         return found | {BROKER_FILE: config.encode()}
 
     def save(self, folder: Path) -> None:
@@ -257,11 +265,11 @@ class MeshKeys:
         except OSError as error:
             raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error
 
-    def create(self, folder: Path, people_life_s: int) -> None:
-        """Write all files into a folder, which is made where it is missing, with what makes and revokes members. Raises
-        UserError where it cannot be written, or has one of them already: nothing is replaced, and no link is
-        followed."""
-        files = self.files(folder.absolute(), people_life_s)
+    def create(self, folder: Path, people_life_s: int, at: Path | None = None) -> None:
+        """Write all files into a folder, which is made where it is missing, with what makes and revokes members. `at`:
+        where the broker finds its own; None: there. Raises UserError where it cannot be written, or has one of them
+        already: nothing is replaced, and no link is followed."""
+        files = self.files(at or folder.absolute(), people_life_s)
         people = {role: nats_jwt.user_of(files[credentials_file(folder, role).name].decode()) for role in GUESTS}
         members = {name: (Made(public=user.sub, ends_s=user.iat + people_life_s),) for name, user in people.items()}
         files |= {MESH_FILE: msgspec.json.encode(msgspec.structs.replace(self.mesh, members=members))}

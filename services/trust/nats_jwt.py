@@ -24,6 +24,8 @@ ANSWER_WITHIN_S = 600
 UNLIMITED = -1
 TOKEN_BEGINS = "-----BEGIN NATS USER JWT-----"
 SEED_BEGINS = "-----BEGIN USER NKEY SEED-----"
+CLAIMS_UPDATE = "$SYS.REQ.CLAIMS.UPDATE"
+"""Where a server that keeps accounts in a folder takes an account's next token."""
 _ENDS = "$SYS.ACCOUNT.{}.DISCONNECT"
 _NAME = "{{name()}}"
 _USER_LIMITS = {"subs": UNLIMITED, "data": UNLIMITED, "payload": UNLIMITED}
@@ -96,7 +98,18 @@ def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | Non
     `account`: its public key. `ends_s`: Unix time after which the broker takes it no more; None: never.
     """
     user = new_pair(USER)
-    token = _sign(signer, public(user), name, "user", {"issuer_account": account}, ends_s)
+    return _credentials(user, _sign(signer, public(user), name, "user", {"issuer_account": account}, ends_s))
+
+
+def system_credentials(system: KeyPair, name: str, inbox: str, ends_s: int) -> str:
+    """Return the credentials of a user of the broker's own account, who may bring an account's next token and hear what
+    came of it, and nothing else. It has no scope, so its limits are its own."""
+    user = new_pair(USER)
+    permissions = {"pub": {"allow": [CLAIMS_UPDATE]}, "sub": {"allow": [f"{inbox}.>"]}}
+    return _credentials(user, _sign(system, public(user), name, "user", {**permissions, **_USER_LIMITS}, ends_s))
+
+
+def _credentials(user: KeyPair, token: str) -> str:
     return (
         f"{TOKEN_BEGINS}\n{token}\n------END NATS USER JWT------\n\n"
         f"{SEED_BEGINS}\n{seed(user)}\n------END USER NKEY SEED------\n"

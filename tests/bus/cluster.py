@@ -54,12 +54,14 @@ class Cluster:
         routes = ", ".join(f'"nats://{host}:{port}"' for port in self._route_ports[:index])
         own = self._route_ports[index] if index != LONELY else 1  # nobody else connects to that one
         settings = (
-            f'server_name: "nats-{index}"\nping_interval: "500ms"\nlame_duck_grace_period: "1s"\n'
+            f'ping_interval: "500ms"\nlame_duck_grace_period: "1s"\n'
             f'lame_duck_duration: "30s"\ncluster {{ name: "test", listen: "127.0.0.1:{self._route_ports[index]}", '
             f'advertise: "127.0.0.1:{own}", routes: [{routes}], ping_interval: "300ms", ping_max: 2, '
             f"connect_retries: 1000 }}\n{self._access}"
         )
-        self._servers[index] = EmbeddedNats.launch(self._ports[index], self._folder / f"nats-{index}", settings)
+        self._servers[index] = EmbeddedNats.launch(
+            self._ports[index], self._folder / f"nats-{index}", settings, name=f"nats-{index}"
+        )
 
     def kill(self, index: int) -> None:
         self._signal(index, signal.SIGKILL)

@@ -424,6 +424,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"kvmesh tail", follow("finished")),
     (r"kvmesh tail REQUEST_ID", run("finished")),
     (r"kvmesh bus-config \w+", make_keys),
+    (r"kvmesh (bus-config keys --host|serve broker) .*", parse),  # tests/bus/test_serve_broker.py
     (r"kvmesh simulate --faults list", run("kill")),
     (r"kvmesh simulate .*--requests \d\d .*--json", run('"wrong": 0')),
     (r"kvmesh simulate .*--requests \d\d", run("no promise was broken")),

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.compose import fakes
-from tests.compose.docker import COMPOSE_FILE, IMAGE, DockerError, Project, docker, has_image, why_not
+from tests.compose.docker import COMPOSE_FILE, HA_FILE, IMAGE, DockerError, Project, docker, has_image, why_not
 from tests.compose.mesh import CheckFailedError, Mesh
 
 PROJECT = "kvmesh-compose-test"
@@ -40,7 +40,10 @@ def main() -> int:
     project = Project(PROJECT, overrides, {name: value for name, value in env.items() if name != "KVMESH_MODEL"})
     project.show("--profile", "*", "down", "--volumes", "--remove-orphans")  # what a broken run has left
     try:
-        check(project, Mesh(project, f"http://127.0.0.1:{port}"))
+        url = f"http://127.0.0.1:{port}"
+        check(project, Mesh(project, url))
+        of_three = project.with_file(HA_FILE)
+        check_broker_of_three(of_three, Mesh(of_three, url))
     except (CheckFailedError, DockerError) as error:
         console.print(project.run("logs", "--no-color", "--tail", "20"), markup=False)
         console.print(f"[red]failed:[/red] {error}")
@@ -69,6 +72,19 @@ def check(project: Project, mesh: Mesh) -> None:
         kill = f"kill a {role} worker at work: no request fails, no answer is wrong, it comes back"
         step(kill, lambda role=role: mesh.survive(role))
     step("the profile `store`: it is in the fleet", lambda: add_store(project, mesh))
+    check_down(project)
+
+
+def check_broker_of_three(project: Project, mesh: Mesh) -> None:
+    """Use the mesh with a broker of three servers. Raises CheckFailedError, DockerError."""
+    step("compose/ha.yaml: up", lambda: project.show("up", "--detach", *SERVICES))
+    step(f"all of it healthy in {HEALTHY_S:.0f} s", lambda: mesh.wait_healthy(HEALTHY_S))
+    for name in ("nats-1", "nats"):
+        step(f"kill {name}: no request fails, no answer is wrong", lambda name=name: mesh.survive_broker(name))
+    check_down(project)
+
+
+def check_down(project: Project) -> None:
     step("down", lambda: project.show("--profile", "*", "down", "--volumes"))
     if left := project.left():
         raise CheckFailedError(f"down has left {', '.join(left)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "compose" / "compose.yaml"
+HA_FILE = COMPOSE_FILE.with_name("ha.yaml")
 SHORT_S = 120.0
 LONG_S = 1_800.0
 PROJECT_LABEL = "com.docker.compose.project"
@@ -68,9 +69,13 @@ class Project:
 
     def __init__(self, name: str, overrides: Sequence[Path], env: Mapping[str, str]) -> None:
         self.name = name
-        self._env = env
+        self._env, self._overrides = env, overrides
         files = [argument for path in (COMPOSE_FILE, *overrides) for argument in ("--file", str(path))]
         self._compose = ("compose", "--project-name", name, *files)
+
+    def with_file(self, path: Path) -> "Project":
+        """Return the same project with one file more."""
+        return Project(self.name, [*self._overrides, path], self._env)
 
     def run(self, *arguments: str, timeout_s: float = SHORT_S) -> str:
         """Return what `docker compose …` prints. Raises DockerError."""

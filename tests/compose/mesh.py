@@ -126,6 +126,13 @@ class Mesh:
             _wait_until(lambda: self._is_back(worker), WAIT_S, lambda: f"the fleet is {self.fleet()}")
             load.wait_for_more(2 * NUM_CLIENTS)
 
+    def survive_broker(self, name: str) -> None:
+        """Kill one of the broker's servers under load: every answer is right."""
+        with Load(self, name) as load:
+            load.wait_for_more(2 * NUM_CLIENTS)
+            self._project.run("kill", name)
+            load.wait_for_more(4 * NUM_CLIENTS)
+
     def _busy(self, role: str) -> dict[str, Any]:
         """Return a worker of the role that is at work."""
         found: list[dict[str, Any]] = []

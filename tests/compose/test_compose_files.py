@@ -27,11 +27,12 @@ from services.config import MeshConfig, ModelConfig, dtype_of, load_config
 from services.trust.certificates import CA_FILE, client_context
 from services.trust.credentials import holder_credentials, signer_of
 from services.trust.keys import BROKER_FILE, load_role_key, with_key
+from services.trust.routes import SERVER_FILES
 from tests.compose.__main__ import base_images
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
-MESH, GPU = COMPOSE / "compose.yaml", COMPOSE / "gpu.yaml"
+MESH, GPU, HA = (COMPOSE / name for name in ("compose.yaml", "gpu.yaml", "ha.yaml"))
 FAKES = ROOT / "tests" / "compose" / "fakes.yaml"
 SIZES = {"kb": 1024, "mb": 1024**2, "gb": 1024**3}
 
@@ -154,7 +155,7 @@ def test_images_are_pinned(services: dict[str, Any]) -> None:
 
 def test_every_served_role_exists(services: dict[str, Any]) -> None:
     served = {s["command"][2] for s in services.values() if s.get("command", [])[:2] == ["kvmesh", "serve"]}
-    assert served == set(get_args(RoleName)) - {"aggregated", "attach"}
+    assert served == set(get_args(RoleName)) - {"aggregated", "attach", "broker"}
     for role in served:
         service = services[role]
         assert service["command"][3:] == ["--config", "/etc/kvmesh/mesh.toml"]
@@ -213,6 +214,23 @@ def test_the_gpu_override_tells_every_service_of_the_cards(
     assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
 
 
+def test_a_broker_of_three_is_known_to_every_member(services: dict[str, Any]) -> None:
+    """Each server is called as its certificate has it, and each service that connects knows all of them."""
+    three = load_yaml(HA)["services"]
+    brokers = make_config_module().BROKERS
+    members = [name for name, service in services.items() if "KVMESH_NATS_URL" in service.get("environment", {})]
+    assert set(three) == {*brokers, *members}
+    for name in brokers:
+        assert three[name]["command"] == ["kvmesh", "serve", "broker", "--keys", "/etc/nats/keys", "--id", name]
+        assert three[name]["volumes"] == ["keys-broker:/etc/nats/keys:ro"]
+        hardened = services["nats"] | three[name] if name == "nats" else three[name]
+        for key in ("read_only", "cap_drop", "security_opt", "restart"):
+            assert hardened[key] == services["nats"][key]
+    for name in members:
+        assert three[name]["environment"]["KVMESH_NATS_URL"] == ",".join(f"tls://{each}:4222" for each in brokers)
+    assert set(three["gateway"]["depends_on"]) == set(brokers[1:])
+
+
 def test_stand_ins_replace_what_is_not_built_here(services: dict[str, Any]) -> None:
     replaced = load_yaml(FAKES)["services"]
     assert {name: replaced[name]["image"] for name in replaced if name != "config"} == {
@@ -224,7 +242,7 @@ def test_stand_ins_replace_what_is_not_built_here(services: dict[str, Any]) -> N
     assert base_images()[1:] == [services["nats"]["image"], services["valkey"]["image"]]
 
 
-@pytest.mark.parametrize("files", [[MESH], [MESH, GPU], [MESH, FAKES]], ids=lambda files: files[-1].name)
+@pytest.mark.parametrize("files", [[MESH], [MESH, GPU], [MESH, HA], [MESH, FAKES]], ids=lambda files: files[-1].name)
 def test_docker_compose_takes_the_files(files: list[Path]) -> None:
     """Whole, with every profile; nothing is started, so that no engine is needed."""
     docker = shutil.which("docker")
@@ -300,7 +318,7 @@ def test_the_broker_takes_its_configuration(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as sock:
             assert b'"tls_required":true' in sock.recv(65_536)
             context = client_context(keys / "holder" / CA_FILE)
-            context.wrap_socket(sock, server_hostname=make.BROKER).close()
+            context.wrap_socket(sock, server_hostname=make.BROKERS[0]).close()
     finally:
         server.terminate()
         server.wait(10)
@@ -324,7 +342,7 @@ def test_keys_are_made_once_and_each_container_sees_its_own(tmp_path: Path, serv
     assert {str(path) for path in first} == {
         "gateway/gateway.key.json", "scheduler/scheduler.key.json", "directory/directory.key.json",
         "holder/holder.key.json", "people/observer.creds", "people/operator.creds", "people/indexer.creds",
-        "broker/broker.conf", "broker/broker.crt", "broker/broker.key", "people/ca.pem",
+        *(f"broker/{name}" for name in SERVER_FILES), "people/ca.pem",
         "gateway/ca.pem", "scheduler/ca.pem", "directory/ca.pem", "holder/ca.pem",
     }  # fmt: skip
     assert {path.stat().st_mode & 0o777 for path in keys.rglob("*.*")} == {0o600}
