@@ -31,11 +31,12 @@ MAX_FENCES = 1_024
 
 @dataclass(slots=True, frozen=True)
 class BusConnected:
-    """An event: how often the bus has connected so far, and its broker lost some of its servers. More than before is a
-    reconnection, or that members of other servers are on their way to this one."""
+    """An event: how often the bus has connected so far, and its broker lost some of its servers or got them back. More
+    than before is a reconnection, or that members of other servers are on their way to this one, or back."""
 
     num_connects: int
     num_reroutes: int = 0
+    num_returns: int = 0
 
 
 class FailureDetector:
@@ -86,7 +87,9 @@ class FailureDetector:
         """Take note of how often the bus has connected so far. Returns whether it has reconnected since last time."""
         before, self._known = self._known or event, event
         if before.num_reroutes != event.num_reroutes:
-            self._rerouted_ms = now_ms + self.times.rerouted_ms
+            self._rerouted_ms = max(self._rerouted_ms, now_ms + self.times.rerouted_ms)
+        if before.num_returns != event.num_returns:
+            self._rerouted_ms = now_ms + self.times.recover_ms
         if before.num_connects == event.num_connects:
             return False
         self.begin_recovery(now_ms)
@@ -102,7 +105,7 @@ class FailureDetector:
         return now_ms < self._recovered_ms
 
     def is_rerouted(self, now_ms: int) -> bool:
-        """Whether others may be on their way from a server of the broker that is lost."""
+        """Whether others may be on their way from a server of the broker that is lost, or be there again with one."""
         return now_ms < self._rerouted_ms
 
     def quiet_ms(self, seen_ms: int, now_ms: int) -> int:

@@ -24,9 +24,9 @@ class PresenceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     partitioned_after_ms: WaitMs = 1_500
     """Who only listens, and receives nothing for this long, is cut off: two loads of every worker are missing."""
     recover_ms: WaitMs = 2_000
-    """After a reconnection, or a time without any message, the others reconnect as well, each in its own time. For this
-    long it proves nothing that nobody serves a question."""
-    rerouted_ms: WaitMs = 500
+    """After a reconnection, the return of one of the broker's servers, or a time without any message, the others
+    reconnect as well, each in its own time. For this long it proves nothing that nobody serves a question."""
+    rerouted_ms: WaitMs = 400
     """Nor does it for this long after the broker has lost one of its servers: who was connected there connects to
     another one."""
     unserved_gap_ms: WaitMs = 300
@@ -56,13 +56,14 @@ class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ping_interval_s: Pace = 5.0
     """The broker is pinged so often. One whose machine is gone closes no connection: after three pings without an
     answer it counts as away."""
-    server_ping_interval_s: Pace = 0.4
+    server_ping_interval_s: Wait = 0.2
     """One of several servers is pinged so often, and left for the next one where nothing at all has come after two
     pings. It may stand still: others may take us for dead meanwhile."""
     server_connect_timeout_s: Wait = 1.0
     """Each of several servers has this long to take a connection."""
     look_around_s: Pace = 1.0
-    """Whose server sees half of its cluster or less looks so often whether another one sees more."""
+    """Whose server does not see all of its cluster looks after so long, then more rarely, whether another one sees
+    more."""
     ask_again_s: Pace = 0.1
     """After a reconnection a request that nobody serves is sent again so often: who serves it may be on its way
     back."""

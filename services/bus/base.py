@@ -126,6 +126,11 @@ class Bus(Protocol):
         ...
 
     @property
+    def num_returns(self) -> int:
+        """How often it has said that one of them is back: what is behind others may come back after it."""
+        ...
+
+    @property
     def num_dropped(self) -> int:
         """Messages that came and were dropped, as `MAX_WAITING` others waited for their reader already."""
         ...

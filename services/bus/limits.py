@@ -26,6 +26,9 @@ WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 GREETING_BYTES = 64 * 1024
 """A server's greeting is no longer."""
 
+LOOKS_SHARE = 30
+"""Where a server is gone for good, members look at most so many times more rarely whether another one sees more."""
+
 RENEW_AGAIN_S = 3600
 """So long after there was no next key it is looked for again."""
 

@@ -92,7 +92,7 @@ class MemoryBus:
         self._closed = False
         self.is_connected = True
         self.num_connects = 1
-        self.num_reroutes = 0
+        self.num_reroutes = self.num_returns = 0
         self.num_dropped = 0
 
     @property

@@ -15,6 +15,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import ParseResult
@@ -293,6 +294,8 @@ class BrokerClient(Client):
         self._own_transport = self._transport = BrokerTransport(ca)
         self._is_encrypted = is_encrypted
         self.view = ClusterView(num_servers)
+        self.has_news = asyncio.Event()
+        """Our server has named other servers than before."""
         self.broker_error = ""
         """The broker's own words, of the last error that it sent; empty once it has let us in."""
 
@@ -323,6 +326,7 @@ class BrokerClient(Client):
                 "does not encrypt, and that is insisted on: it is on another machine, or has a ca.pem"
             )
         (self.view.connected if initial_connection else self.view.told)(num_advertised(info))
+        self.has_news.set()
         # The other servers of a cluster: whoever answers could name anybody, and the library would go there in clear.
         await super()._process_info({**info, "connect_urls": []}, initial_connection)
 
@@ -395,8 +399,10 @@ class NatsBus:
         """Why a server of several does not let us in, at the first try."""
         self._is_sent_away = False
         """Our server has said that it will end."""
-        self._looked_s = 0.0
-        """When we last looked for a server that sees more than ours."""
+        self._look_at_s = self._look_pause_s = 0.0
+        """When we look next for a server that sees more than ours, should it not see all, and how long after that
+        again."""
+        self._saw_better = False
         self._services: dict[str, Service] = {}
         self._described: list[dict[str, str]] = []
         """What those services say of us to whoever surveys."""
@@ -432,6 +438,10 @@ class NatsBus:
     @property
     def num_reroutes(self) -> int:
         return self._client.view.num_reroutes
+
+    @property
+    def num_returns(self) -> int:
+        return self._client.view.num_returns
 
     @property
     def broker_error(self) -> str:
@@ -710,25 +720,42 @@ class NatsBus:
                 await _reconnect(self._client)
             if self._is_sent_away and self.is_connected:
                 await self._go_away()
-            if self._client.view.is_lonely and time.monotonic() > self._looked_s + self._times.look_around_s:
+            if self._client.has_news.is_set():
+                self._client.has_news.clear()
+                self._look_at_s, self._look_pause_s, self._saw_better = 0.0, self._times.server_ping_interval_s, False
+            if self.is_connected and not self._client.view.sees_all and time.monotonic() > self._look_at_s:
                 await self._look_around()
-                self._looked_s = time.monotonic()
-            await asyncio.sleep(self._times.watch_interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._times.watch_interval_s):
+                    await self._client.has_news.wait()
 
     async def _look_around(self) -> None:
-        """Go to a server that sees more of the cluster than ours; stay where none answers that does."""
-        if not self.is_connected:
-            return
+        """Go to a server that sees more of the cluster than ours; stay where none answers that does.
+
+        Where ours sees more than half we go at the second look: that a server has gone, or is back, is noticed by one
+        after another.
+        """
+        better = await self._server_that_sees_more()
+        if better is None:
+            self._log_once(f"{self.server} sees {self.num_seen} of its cluster, and no other one sees more")
+        elif self.is_connected and (self._saw_better or self._client.view.is_lonely):
+            log.warning("%s sees %d of its cluster: connecting to one that sees more", self.server, self.num_seen)
+            self._client.prefer(better)
+            await _reconnect(self._client)
+        self._saw_better = better is not None
+        # Look soon after news, then less and less often: a server may be gone for good.
+        if not self._saw_better:
+            self._look_pause_s = max(self._look_pause_s, self._times.look_around_s)
+        self._look_at_s = time.monotonic() + self._look_pause_s
+        longest_s = limits.LOOKS_SHARE * self._times.look_around_s
+        self._look_pause_s = min(max(2 * self._look_pause_s, self._times.look_around_s), longest_s)
+
+    async def _server_that_sees_more(self) -> Srv | None:
+        """Return the one that sees most, if that is more than ours does."""
         others = self._client.other_servers
         seen = await asyncio.gather(*map(self._num_seen_by, others))
-        better = [server for server, number in zip(others, seen, strict=True) if number > self._client.view.num_seen]
-        lonely = f"{self.server} sees half of its cluster or less"
-        if not better:
-            self._log_once(f"{lonely}, and there is no other one that sees more")
-        elif self._client.view.is_lonely:
-            log.warning("%s: connecting to another one", lonely)
-            self._client.prefer(better[0])
-            await _reconnect(self._client)
+        most, better = max(zip(seen, others, strict=True), key=itemgetter(0), default=(0, None))
+        return better if most > self.num_seen else None
 
     async def _num_seen_by(self, server: Srv) -> int:
         """Return how many addresses another server of ours advertises; 0: it does not answer, or is not believed."""

@@ -57,6 +57,8 @@ class ClusterView:
         """How many our server has named last."""
         self.num_reroutes = 0
         """How often it has named fewer than before: members of the others are on their way to those that are left."""
+        self.num_returns = 0
+        """How often it has named more than before: others may come back, each in its own time."""
 
     def connected(self, num_seen: int) -> None:
         """Another connection has begun, maybe to another server."""
@@ -66,6 +68,7 @@ class ClusterView:
     def told(self, num_seen: int) -> None:
         """The server that we are connected to names others than before."""
         self.num_reroutes += num_seen < self.num_seen
+        self.num_returns += num_seen > self.num_seen
         self.connected(num_seen)
 
     @property
@@ -73,6 +76,12 @@ class ClusterView:
         """Our server sees half of the servers or fewer: most of the members may be on its other side."""
         is_told = self._num_servers >= CLUSTER_SIZE and self._most > 0
         return is_told and 2 * self.num_seen <= max(self._most, self._num_servers)
+
+    @property
+    def sees_all(self) -> bool:
+        """Our server sees as many as there should be; or nobody can tell, or could do anything about it."""
+        cannot_tell = self._num_servers < CLUSTER_SIZE or self._most == 0
+        return cannot_tell or self.num_seen >= max(self._most, self._num_servers)
 
     @property
     def is_mute(self) -> bool:

@@ -198,7 +198,7 @@ class Requests:
 
     def _note_connects(self) -> None:
         bus = self.bus.connection
-        self._detector.connects(BusConnected(bus.num_connects, bus.num_reroutes), now_ms())
+        self._detector.connects(BusConnected(bus.num_connects, bus.num_reroutes, bus.num_returns), now_ms())
 
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id

@@ -47,7 +47,7 @@ from services.scheduler.events import (
     PublishLeft,
     SendPing,
 )
-from services.scheduler.limits import LOOK_GAP_MS, MAX_OUTSTANDING_PINGS, SECOND_PING_SHARE
+from services.scheduler.limits import LOOK_GAP_MS, MAX_OUTSTANDING_PINGS, SECOND_PING_SHARE, WORDLESS_SHARE
 from services.scheduler.placement.fleet_view import FleetView
 from services.scheduler.placement.known_worker import KnownWorker
 from services.scheduler.placement.named import policy_named
@@ -78,6 +78,8 @@ class Member:
     num_outstanding: int = 0
     serves_pings: bool = False
     """It has answered a ping."""
+    has_disconnected: bool = False
+    """The broker has said that its connection has ended, and it has not answered a ping since."""
 
 
 class SchedulerCore:
@@ -124,6 +126,7 @@ class SchedulerCore:
                     self._seen(worker_id, member, now_ms)
             case ConnectionEnded(name=name):
                 if member := self._members.get(WorkerId(name)):
+                    member.has_disconnected = True
                     self._doubt(member, now_ms)
             case WorkerDraining():
                 if member := self._member(event.worker_id, event.incarnation):
@@ -250,11 +253,13 @@ class SchedulerCore:
         match event:
             case PingAnswered():  # another one than was asked will speak for itself
                 if (event.worker_id, event.incarnation) == (ping.worker_id, ping.incarnation):
-                    member.serves_pings = True
+                    member.serves_pings, member.has_disconnected = True, False
                     self._doubted.pop(ping.worker_id, None)
                     self._seen(ping.worker_id, member, now_ms)
             case PingUnserved():
-                gap_ms = self._settings.ping_interval_ms // SECOND_PING_SHARE
+                # Without the broker's word its server may be cut off from ours, of which we are told a moment later.
+                share = SECOND_PING_SHARE if member.has_disconnected else WORDLESS_SHARE
+                gap_ms = self._settings.ping_interval_ms // share
                 is_gone = member.peer.is_gone(ping.sent_ms, self._detector, now_ms, gap_ms)
                 # One that has never answered may serve no pings at all; its silence shows its end.
                 if is_gone and member.serves_pings:

@@ -4,8 +4,9 @@
 
 MAX_OUTSTANDING_PINGS = 2
 """So many pings of one worker may be unanswered at once."""
-SECOND_PING_SHARE = 4
-"""A ping that nobody serves is followed by a second one after this part of the ping interval: a second proof soon."""
+SECOND_PING_SHARE, WORDLESS_SHARE = 4, 2
+"""A ping that nobody serves is followed by a second one after this part of the ping interval, a second proof soon; the
+second: where the broker has not reported that the worker's connection has ended."""
 LOOK_GAP_MS = 10
 """Two looks at who is overdue are at least this far apart."""
 

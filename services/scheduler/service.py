@@ -208,7 +208,7 @@ class Scheduler:
 
     def _note_connects(self) -> None:
         bus = self._bus.connection
-        self._core.handle(BusConnected(bus.num_connects, bus.num_reroutes), now_ms())
+        self._core.handle(BusConnected(bus.num_connects, bus.num_reroutes, bus.num_returns), now_ms())
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

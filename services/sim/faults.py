@@ -8,7 +8,7 @@ from collections import Counter
 from services.sim.client import Exchange
 from services.sim.limits import MAX_DRIFT, MAX_STEP_S, SLOW_READ_S
 from services.sim.mesh import Service, SimMesh
-from services.sim.scenario import Fault, Scenario
+from services.sim.scenario import SERVER_FAULTS, Fault, Scenario
 
 
 class FaultActor:
@@ -25,10 +25,20 @@ class FaultActor:
         self._disconnect_share = 0.0
         self._slow_share = 0.0
         self._is_over = False
+        self._num_away = 0
+        self.most_away = 0
+        """How many of the broker's servers were struck at once, at most."""
+        self.healed_s: float | None = None
+        """Since when all of them are as they should be, after one was not; None: there was none, or is one."""
         self._context = contextvars.copy_context()
         """Faults run in this context. Where a message causes one, the context at hand is that of the sender's process,
         which may be the one that is paused."""
         mesh.broker.taps.append(self._on_message)
+
+    @property
+    def lost_one_server(self) -> bool:
+        """Nothing has gone wrong but that one of the broker's servers was away, never two at once."""
+        return self.most_away == 1 and self._counts.keys() <= SERVER_FAULTS
 
     def begin(self, scenario: Scenario) -> None:
         """Start the scenario's clock."""
@@ -56,6 +66,7 @@ class FaultActor:
         if not mesh.broker.is_up:
             mesh.broker.come_up()
         mesh.broker.go_on()
+        mesh.broker.heal_servers()
         for service in list(mesh.services.values()):
             mesh.resume(service)
             if service.stop.is_set() and service.task is not None and service.is_running:
@@ -116,6 +127,8 @@ class FaultActor:
                 self._mesh.broker.stand_still()
                 await asyncio.sleep(fault.for_s)
                 self._mesh.broker.go_on()
+            case "kill_server" | "stop_server" | "split" | "unplug":
+                await self._strike_server(fault)
             case "loss" | "duplication" | "reordering" | "delay":
                 await self._degrade_bus(fault)
             case "disconnect":
@@ -167,6 +180,41 @@ class FaultActor:
         is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:
             mesh.launch(service.role, service.name)
+
+    async def _strike_server(self, fault: Fault) -> None:
+        mesh, broker = self._mesh, self._mesh.broker
+        number = next(at for at, server in enumerate(broker.servers) if server.name == fault.target)
+        server = broker.servers[number]
+        self._num_away += 1
+        self.most_away, self.healed_s = max(self.most_away, self._num_away), None
+        match fault.do:
+            case "kill_server":
+                broker.kill_server(server)
+            case "stop_server":
+                broker.stop_server(server)
+            case "split":
+                broker.split(server, silently=self._rng.random() < 0.5)
+            # The whole machine: what runs on it is reached by nobody else, on the data plane neither.
+            case _:
+                inside = mesh.on_machine(number)
+                broker.unplug(server, inside)
+                until_s = asyncio.get_running_loop().time() + fault.for_s
+                for one in inside:
+                    for other in mesh.services.keys() - inside:
+                        mesh.network.partition(one, until_s, other)
+        await asyncio.sleep(fault.for_s)
+        match fault.do:
+            case "kill_server":
+                broker.start_server(server)
+            case "stop_server":
+                broker.resume_server(server)
+            case "split":
+                broker.mend(server)
+            case _:
+                broker.plug(server)
+        self._num_away -= 1
+        if not self._num_away:
+            self.healed_s = asyncio.get_running_loop().time()
 
     def _step(self, service: Service, share: float) -> None:
         """Set the clock of a service's machine, and leave it so: whoever sets it again only steps once more."""

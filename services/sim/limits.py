@@ -13,6 +13,20 @@ EXECUTOR_S = (0.0002, 0.003)
 """Work that is given to another thread takes between these."""
 RECONNECT_S = (0.02, 0.4)
 """A client of the broker finds out between these that it is back."""
+NEXT_SERVER_S = (0.008, 0.08)
+"""A client whose server of several has ended is connected to the next between these, where that answers."""
+SERVER_SILENT_S = (0.4, 0.65)
+"""A client, or a server, gives up a connection over which nothing comes: two pings, 0.2 s apart."""
+ROUTE_SILENT_S = (0.4, 0.6)
+"""The same between two servers: two pings, 0.2 s apart."""
+ROUTE_OPENS_S = (0.05, 1.0)
+"""Servers that reach each other again find out between these."""
+TOLD_S = (0.001, 0.05)
+"""A client hears between these that its server sees more or fewer others..."""
+MOVES_S = (0.003, 0.03)
+"""A client that goes to another server by itself is there between these."""
+BEFORE_LOOK_S = (0.001, 0.05)
+"""... and has looked for a better one between these."""
 MESSAGE_GAP_S = 1e-7
 """At least so long between two messages from one client to another: they stay in order."""
 MAX_BUFFERED_BYTES = 2 * 1024 * 1024
@@ -38,6 +52,10 @@ REST_WITHIN_S = 12.0
 """After the last request's end: leases of lost readers run out, the last of the dead are noticed."""
 RETURNED_WITHIN_S = 1.0
 """The same where no message was lost: every lease is then ended by a message, and none by its time."""
+MOVES_WITHIN_S = 0.5
+"""A client that leaves a server by itself has another one within so long."""
+USED_AGAIN_S = 2.0
+"""After a server of the broker is back, or its cut is mended, every worker is used again within so long."""
 CHECK_INTERVAL_S = 0.25
 """Between two looks at what must hold at any time."""
 LONG_AWAY_S = REQUEST_TIMEOUT_S / 2

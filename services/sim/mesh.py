@@ -64,6 +64,8 @@ class MeshShape:
     num_schedulers: int = 1
     num_directories: int = 1
     num_gateways: int = 1
+    num_servers: int = 1
+    """Of the broker. With several each has a machine of its own, and the services are spread over these."""
     has_store: bool = False
     replicate: bool = False
     num_blocks: int = 96
@@ -211,6 +213,10 @@ class SimMesh:
     def living(self, target: str) -> list[Service]:
         """Return the running services of a role, or the one of this name."""
         return [s for s in self.services.values() if target in (s.role, s.name) and s.is_running]
+
+    def on_machine(self, number: int) -> list[str]:
+        """Return the names of the services on the machine of one of the broker's servers."""
+        return [name for at, (_, name) in enumerate(self.shape.services) if at % self.shape.num_servers == number]
 
     async def _supervised(self, service: Service, host: str) -> None:
         """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""

@@ -5,7 +5,7 @@ A scenario file is TOML:
 
     [[faults]]
     do = "kill"          # see FaultKind
-    target = "decode"    # a role, a process's name, or "bus", "plane", "client"
+    target = "decode"    # a role, a process's name, a server's (nats-1), or "bus", "plane", "client"
     on = "offered"       # at the `nth` message whose subject ends so; or `at_s` seconds after the first request
     nth = 2
     for_s = 1.0          # how long it lasts; a killed process or engine starts again after so long
@@ -25,8 +25,12 @@ FaultKind = Literal[
     "kill", "pause", "drain", "broker", "broker_pause", "partition", "plane_cut", "loss", "duplication",
     "reordering", "delay", "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
     "clock_step", "clock_drift", "kill_engine", "hang_engine", "bus_cut",
+    "kill_server", "stop_server", "split", "unplug",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+SERVER_FAULTS: frozenset[FaultKind] = frozenset({"kill_server", "stop_server", "split", "unplug"})
+"""Faults of one server of a broker of several: it ends, stands still, is cut off from the others, or with its whole
+machine from all."""
 
 PROCESS_FAULTS: frozenset[FaultKind] = frozenset(
     {
@@ -83,7 +87,8 @@ def fault_kinds(text: str) -> tuple[FaultKind, ...]:
 
 
 def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Sequence[str], span_s: float) -> Scenario:
-    """Return a few faults of these kinds within the first `span_s` seconds."""
+    """Return a few faults of these kinds within the first `span_s` seconds, but for those of one server."""
+    kinds = [kind for kind in kinds if kind not in SERVER_FAULTS]
     if not kinds:
         return Scenario()
     chosen = rng.sample(list(kinds), min(len(kinds), rng.choice((1, 1, 2, 2, 3))))
@@ -92,6 +97,14 @@ def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Seq
         for _ in range(rng.choice((1, 1, 2, 3)) if kind in PROCESS_FAULTS else 1):
             faults.append(_random_fault(rng, kind, targets, span_s))
     return Scenario(faults=tuple(faults), may_fail=True)
+
+
+def server_faults(
+    rng: random.Random, kinds: Sequence[FaultKind], servers: Sequence[str], span_s: float
+) -> tuple[Fault, ...]:
+    """Return a few faults of servers of these names, of those kinds that are faults of one."""
+    kinds = [kind for kind in kinds if kind in SERVER_FAULTS]
+    return tuple(_random_fault(rng, rng.choice(kinds), servers, span_s) for _ in range(rng.choice((1, 1, 2, 3))))
 
 
 LONG_KINDS: frozenset[FaultKind] = frozenset({"kill", "drain", "partition", "plane_cut", "broker", "bus_cut"})
@@ -111,13 +124,17 @@ def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], s
         "kill_engine": 2.5,
         "hang_engine": 2.5,
         "drain": 2.0,
+        "kill_server": 3.0,
+        "stop_server": 5.0,
+        "split": 5.0,
+        "unplug": 5.0,
     }.get(kind, span_s)
     if kind in LONG_KINDS and rng.random() < LONG_SHARE:
         long_s = LONG_S
     share = {"loss": 0.3, "duplication": 0.5, "reordering": 0.5, "delay": 1.0}.get(kind, 0.8)
     return Fault(
         do=kind,
-        target=rng.choice(list(targets)) if kind in PROCESS_FAULTS else "",
+        target=rng.choice(list(targets)) if kind in PROCESS_FAULTS | SERVER_FAULTS else "",
         at_s=round(rng.uniform(0.0, span_s), 4),
         on=phase,
         nth=rng.randint(1, 8) if phase else 1,

@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from schemas.worker import WorkerState
 from services.bus.base import BusError
 from services.bus.fleet import ask_fleet
@@ -27,13 +29,14 @@ from services.sim.limits import (
     REQUEST_TIMEOUT_S,
     REST_WITHIN_S,
     RETURNED_WITHIN_S,
+    USED_AGAIN_S,
 )
 from services.sim.mesh import EOS, VOCAB, MeshShape, SimMesh
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import SimLoop, SimulationStuckError
 from services.sim.platform.plane import SimNetwork
-from services.sim.scenario import FaultKind, Scenario, random_scenario
+from services.sim.scenario import SERVER_FAULTS, FaultKind, Scenario, random_scenario, server_faults
 from services.sim.verdict.answers import ModelTruth, Verdict, check_exchange, check_faultless
 from services.sim.verdict.departures import DepartureTap
 from services.sim.verdict.expected import ClientRequest, make_requests
@@ -50,7 +53,7 @@ CLOCK_FAULTS: frozenset[FaultKind] = frozenset({"clock_step", "clock_drift"})
 SLOW_FAULTS: frozenset[FaultKind] = frozenset(
     {
         "broker", "broker_pause", "bus_cut", "delay", "disconnect", "duplication", "partition", "pause", "reordering",
-        "slowness",
+        "slowness", *SERVER_FAULTS,
     }
 )  # fmt: skip
 """Faults that may hold up the answer to a service that asks for the time: its clock is then off by a half of that."""
@@ -58,6 +61,8 @@ LOSSLESS_FAULTS = frozenset(
     {"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal", *CLOCK_FAULTS}
 )
 """Faults that lose no message: every lease is then ended by a message and none by its time."""
+SHARE_OF_THREE = 1 / 3
+"""Of the meshes whose broker may have three servers."""
 GATEWAY_FAULTS = frozenset({"kill", "drain"})
 """Faults that may end a gateway, and with it the events of its requests."""
 
@@ -98,12 +103,16 @@ class World:
         self.seed = seed
         self.options = options
         self.rng = random.Random(f"kvmesh {seed}")
+        self._of_servers = random.Random(f"kvmesh servers {seed}")
+        """Of its own: a seed without faults of servers means what it always has."""
         self.clock = VirtualTime()
         self.loop = self._make_loop()
         self.verdict = Verdict()
         self.log: list[str] = []
         """The faults in order, for people."""
         self._digest = hashlib.blake2b(digest_size=16)
+        self._lost_one_server = False
+        """See `FaultActor`."""
         self.exchanges: list[tuple[ClientRequest, Exchange]] = []
         self.scenario = options.scenario or Scenario()
 
@@ -120,6 +129,8 @@ class World:
             may_time_out = any(fault.for_s >= LONG_AWAY_S for fault in self.scenario.faults)
             for number, (request, exchange) in enumerate(self.exchanges):
                 check_exchange(number, request, exchange, truth, self.verdict, may_time_out=may_time_out)
+            if self._lost_one_server and "unplug" not in self._kinds and self.verdict.failed:
+                self.verdict.problems.append(f"failed for want of one of three servers: {dict(self.verdict.failed)}")
             if not self.verdict.faults.keys() - CLOCK_FAULTS:
                 check_faultless([exchange for _, exchange in self.exchanges], self.verdict)
         self._digest.update(repr((self.verdict.num_finished, sorted(self.verdict.failed.items()))).encode())
@@ -131,9 +142,10 @@ class World:
     async def _live(self) -> None:
         options = self.options
         # Build the mesh. Each `_new_rng` draws from the seed: the order of these calls is part of what a seed means.
-        self.broker = SimBroker(self._new_rng())
+        of_broker = self._new_rng()
         self.network = SimNetwork(self._new_rng())
-        shape = options.shape or random_shape(self._new_rng(), options.num_workers)
+        shape = options.shape or self._with_servers(random_shape(self._new_rng(), options.num_workers))
+        self.broker = SimBroker(of_broker, num_servers=shape.num_servers)
         self.mesh = SimMesh(self.loop, self._new_rng(), shape, self.broker, self.network)
         # Attach the checks before any service starts: they must see every message.
         events = RequestEventTap()
@@ -152,35 +164,62 @@ class World:
         if options.scenario is None:
             names = [name for _, name in shape.services]
             self.scenario = random_scenario(self._new_rng(), options.kinds, names, options.span_s * 1.3)
+            if shape.num_servers > 1 and SERVER_FAULTS & set(options.kinds):
+                self._add_server_faults()
         requests = make_requests(self._new_rng(), options.num_requests, options.span_s, VOCAB)
         # Run faults, checks and clients. The timeout raises nothing: `check_exchange` finds requests that never ended.
         actor = FaultActor(self.mesh, self._new_rng(), self.verdict.faults, self.log)
         actor.begin(self.scenario)
-        checking = self.loop.create_task(self._check(), name="check")
+        checking = self.loop.create_task(self._check(actor), name="check")
         clients = [self.loop.create_task(self._send(request, actor), name="client") for request in requests]
         await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
         # Repair the mesh first: `_rest` expects every client on the bus and every worker in use.
         await actor.heal()
         await self._rest()
+        self._lost_one_server = actor.lost_one_server
         # Ask the taps only now: they judge requests that have ended.
         self.verdict.problems += events.problems(may_be_cut=bool(self.verdict.faults.keys() & GATEWAY_FAULTS))
-        self.verdict.problems += departures.problems(self._kinds)
+        self.verdict.problems += departures.problems(self._kinds, actor.most_away)
         self.verdict.problems += moves.problems(self._kinds)
         self.verdict.num_moved = moves.num_moved
         checking.cancel()
+
+    def _with_servers(self, shape: MeshShape) -> MeshShape:
+        """Give a third of the meshes a broker of three servers, and each one that is to have faults of these alone."""
+        kinds = set(self.options.kinds)
+        has_three = bool(kinds & SERVER_FAULTS) and (
+            kinds <= SERVER_FAULTS or self._of_servers.random() < SHARE_OF_THREE
+        )
+        return replace(shape, num_servers=3) if has_three else shape
+
+    def _add_server_faults(self) -> None:
+        """Let servers of the broker fail, in half of the runs nothing else."""
+        names = [server.name for server in self.broker.servers]
+        faults = server_faults(self._of_servers, self.options.kinds, names, self.options.span_s * 1.3)
+        others = self.scenario.faults if self._of_servers.random() < 0.5 else ()
+        self.scenario = msgspec.structs.replace(self.scenario, faults=(*others, *faults), may_fail=True)
 
     @property
     def _kinds(self) -> set[FaultKind]:
         """What goes wrong in this run."""
         return {fault.do for fault in self.scenario.faults}
 
-    async def _check(self) -> None:
+    async def _check(self, actor: FaultActor) -> None:
         """Check every so often what must hold at any time. Not just after a process was resumed: it needs a moment."""
         while not self.verdict.problems:
             await asyncio.sleep(CHECK_INTERVAL_S)
+            self.verdict.problems += self.broker.problems()
             if not self.mesh.woken_since(self.clock.now_s - CHECK_INTERVAL_S):
                 self.verdict.problems += problems_now(self.mesh)
                 self.verdict.problems += self._leaving.problems_now(self._kinds)
+            # Whatever has befallen one of the broker's servers, soon after its end every worker is used again.
+            is_due = actor.healed_s is not None and self.clock.now_s > actor.healed_s + USED_AGAIN_S
+            if is_due and actor.lost_one_server:
+                actor.healed_s = None
+                if missing := await self._missing(TypedBus(self.broker.connect("watcher"), "watcher")):
+                    self.verdict.problems.append(
+                        f"not used again {USED_AGAIN_S:g} s later: {', '.join(sorted(missing))}"
+                    )
 
     async def _send(self, request: ClientRequest, actor: FaultActor) -> None:
         await asyncio.sleep(request.at_s)

@@ -28,8 +28,8 @@ _CONFIG = """\
 ping_interval: "500ms"
 lame_duck_grace_period: "1s"
 lame_duck_duration: "30s"
-# What one server is told of keys that are revoked, all know, also after they have started again.
-resolver: {{ type: full, dir: {accounts}, limit: 100 }}
+# What one server is told of keys that are revoked, all know; one that was away asks as it is back.
+resolver: {{ type: full, dir: {accounts}, limit: 100, interval: "2s" }}
 cluster {{
   name: "kvmesh"
   host: "0.0.0.0"
@@ -37,7 +37,7 @@ cluster {{
   authorization: {{ user: "{user}", password: "{password}", timeout: 5 }}
   tls: {{ cert_file: {certificate}, key_file: {key}, ca_file: {ca}, timeout: 5, min_version: "1.3" }}
   routes: [{routes}]
-  ping_interval: "300ms"
+  ping_interval: "200ms"
   ping_max: 2
   no_advertise: false
   connect_retries: 1000000

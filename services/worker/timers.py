@@ -67,7 +67,7 @@ class Timers:
             await asyncio.sleep(times.suspicious_interval_s if suspects else times.round_interval_s)
             with logging_failures("asking the gateways"):
                 bus = self._bus.connection
-                self._wanted.handle(BusConnected(bus.num_connects, bus.num_reroutes), now_ms())
+                self._wanted.handle(BusConnected(bus.num_connects, bus.num_reroutes, bus.num_returns), now_ms())
                 await asyncio.gather(*map(self._ask, self._wanted.tick(now_ms())))
 
     async def _ask(self, question: AskGateway) -> None:

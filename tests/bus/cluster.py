@@ -56,7 +56,7 @@ class Cluster:
         settings = (
             f'ping_interval: "500ms"\nlame_duck_grace_period: "1s"\n'
             f'lame_duck_duration: "30s"\ncluster {{ name: "test", listen: "127.0.0.1:{self._route_ports[index]}", '
-            f'advertise: "127.0.0.1:{own}", routes: [{routes}], ping_interval: "300ms", ping_max: 2, '
+            f'advertise: "127.0.0.1:{own}", routes: [{routes}], ping_interval: "200ms", ping_max: 2, '
             f"connect_retries: 1000 }}\n{self._access}"
         )
         self._servers[index] = EmbeddedNats.launch(
@@ -103,6 +103,11 @@ class Cluster:
             self._proxy.cut(port)
         if not silently:
             self._proxy.strike("refusal", 1.0)
+
+    def part(self, index: int) -> None:
+        """Cut the route between the last server and this one. Both see the third."""
+        assert self._proxy is not None
+        self._proxy.cut(self._route_ports[index])
 
     def heal(self) -> None:
         assert self._proxy is not None

@@ -75,13 +75,13 @@ def cluster_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
         servers.close()
 
 
-@pytest.fixture(params=["memory", "nats", "cluster", "sim"])
+@pytest.fixture(params=["memory", "nats", "cluster", "sim", "sim_cluster"])
 async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     """Opens one more connection to the same bus. A memory bus is its own and only connection. Of a cluster each begins
     with another server."""
     opened: list[Bus] = []
     memory = MemoryBus()
-    simulated = SimBroker(random.Random(0))
+    simulated = SimBroker(random.Random(0), num_servers=3 if request.param == "sim_cluster" else 1)
     settling = Settling()
     urls: list[str] = []
 
@@ -94,7 +94,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
                 bus = await ClusterBus.connect(BusAccess(",".join(urls)), f"test-{len(opened)}")
                 assert isinstance(bus, ClusterBus)
                 bus.settling = settling
-            case "sim":
+            case "sim" | "sim_cluster":
                 bus = simulated.connect(f"test-{len(opened)}")
             case _:
                 bus = memory

@@ -38,6 +38,7 @@ from schemas.request import AttemptEnd, CancelRequest
 from schemas.worker import WorkerLeft
 from services import runtime
 from services.bus import typed
+from services.bus.base import BusError
 from services.clocks import OldestScheduler
 from services.holder.core import attempts as attempts_module
 from services.holder.core.actions import Emit
@@ -49,6 +50,7 @@ from services.holder.core.events import AttemptUnwanted, DeadlinePassed, EngineD
 from services.holder.core.inflight import InFlightDuplicates
 from services.holder.core.leases import Grant, LeaseTable
 from services.holder.kv.blocks import LentBlocks, StreamLease
+from services.presence import FailureDetector
 from services.scheduler.oldest import OldestClock
 from services.sim.mesh import MeshShape
 from services.sim.platform.engine import SimEngineThread
@@ -137,6 +139,16 @@ CUT_OFF = SimOptions(
     scenario=Scenario(faults=(Fault(do="bus_cut", target="gateway-1", at_s=0.5, for_s=5.0),)),
 )
 """A gateway loses the broker in the middle of its answers."""
+CUT_SERVERS = SimOptions(shape=MeshShape(num_servers=3, num_gateways=2, step_s=0.02), num_requests=40, span_s=3.0)
+"""One of the broker's servers fails while answers are under way."""
+WHOLE_HALF = SimOptions(
+    shape=MeshShape(num_prefill=3, num_decode=3, num_schedulers=3, num_directories=3, num_gateways=3, num_servers=3,
+                    step_s=0.1),
+    num_requests=40,
+    span_s=4.0,
+    scenario=Scenario(faults=(Fault(do="unplug", target="nats-1", at_s=0.5, for_s=8.0),)),
+)  # fmt: skip
+"""A machine that is cut off has all that it needs to serve alone."""
 SKEWED = SimOptions(shape=MeshShape(skew_s=660.0))
 """Clocks differ by minutes."""
 TWO_CLOCKS = SimOptions(shape=MeshShape(skew_s=660.0, num_schedulers=2))
@@ -633,6 +645,67 @@ def a_deaf_client(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(SimBus, "flush", leaves_a_trap)
     patch.setattr(SimBroker, "_arrive", unheard)
+
+
+# A broker of three servers.
+
+
+@bug("a client goes to servers that it was told of, and that are in no list of its own", "kill_server",
+     options=CUT_SERVERS)  # fmt: skip
+def connects_to_a_discovered_address(patch: pytest.MonkeyPatch) -> None:
+    from services.sim.platform.bus import SimBroker, SimBus
+
+    found_fewer = SimBroker.found_fewer
+
+    def believes(self: SimBroker, bus: SimBus) -> None:
+        if self.stranger not in bus.order:
+            bus.order.insert(1, self.stranger)
+        found_fewer(self, bus)
+
+    patch.setattr(SimBroker, "found_fewer", believes)
+
+
+@bug(
+    "a lonely server is left before another one has answered: who is cut off with it has no broker", options=WHOLE_HALF
+)
+def leaves_before_another_one_has_answered(patch: pytest.MonkeyPatch) -> None:
+    from services.sim.platform.bus import SimBroker, SimBus
+
+    def leaves(self: SimBroker, bus: SimBus) -> None:
+        def leave() -> None:
+            if bus.is_connected and bus.view.is_lonely:
+                left = bus.server
+                bus.disconnected()
+                self.call_later(0.01, bus.connected)
+                self._publish_end(bus, left)  # pyright: ignore[reportPrivateUsage]
+
+        self.call_later(0.1, leave)
+
+    patch.setattr(SimBroker, "found_fewer", leaves)
+
+
+@bug("that nobody serves a question counts as a death while members change servers", "split", "stop_server",
+     options=CUT_SERVERS)  # fmt: skip
+def unserved_counts_during_a_reroute(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FailureDetector, "is_rerouted", lambda self, now_ms: False)
+
+
+@bug("what was asked over a connection that is lost is not asked again", "kill_server", options=CUT_SERVERS)
+def forgets_to_ask_again(patch: pytest.MonkeyPatch) -> None:
+    from services.bus.base import LOST
+    from services.bus.typed import TypedBus
+
+    ask = TypedBus.ask
+
+    async def waits(self: Any, *given: Any, **named: Any) -> Any:
+        try:
+            return await ask(self, *given, **named)
+        except BusError as error:
+            if error.reason == LOST:
+                await asyncio.Event().wait()
+            raise
+
+    patch.setattr(TypedBus, "ask", waits)
 
 
 # What is said of it all.
