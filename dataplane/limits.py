@@ -33,6 +33,8 @@ MAX_ACCEPTED_BYTES = 4 << 20
 """Of an Accepted, which may name many blocks."""
 MAX_TRAILER_BYTES = 64 << 10
 """Of what a holder sends behind the KV."""
+WAY_BYTES = 4 << 20
+"""So much crosses to try a way."""
 MAX_REASON_CHARS = 1000
 """Characters of the sentence in a Fail."""
 MAX_FRAME_BYTES = 128 << 20

@@ -32,5 +32,7 @@ class PlaneTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     it."""
     busy_send_s: Wait = 1.0
     """A holder that is full tries for so long to send its refusal; it accepts nobody meanwhile."""
+    try_s: Wait = 10.0
+    """4 MiB must come within this time from a holder that was never read from before: a slower way is no way."""
     broken_s: Pace = 60.0
     """A carrier that could not be set up towards a holder is left out for so long, while there is another."""

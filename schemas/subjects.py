@@ -74,6 +74,8 @@ from schemas.worker import (
     LeaveMesh,
     PingWorker,
     TimeAnswered,
+    TryWay,
+    WayTried,
     WorkerAlive,
     WorkerBeat,
     WorkerDraining,
@@ -232,6 +234,7 @@ LEAVE = _question(
 )
 DRAIN = _question("mesh.v1.worker.{to}.drain", DrainWorker, (DrainAnswered,), OPERATORS, ADDRESSED_HOLDER)
 PING = _question("mesh.v1.worker.{to}.ping", PingWorker, (WorkerAlive,), SCHEDULERS, ADDRESSED_HOLDER)
+WAY = _question("mesh.v1.worker.{to}.{reader}.way", TryWay, (WayTried,), READER, ADDRESSED_HOLDER)
 _MEMBERS = tuple(Permit(role, "name") for role in (Role.SCHEDULER, Role.DIRECTORY, Role.HOLDER))
 CLAIM = _question("mesh.v1.member.{name}.claim", ClaimName, (ClaimName,), _MEMBERS, _MEMBERS)
 _SERVICES = (GATEWAYS, SCHEDULERS, DIRECTORIES, HOLDERS)
@@ -293,8 +296,8 @@ EVICTION_CANDIDATES = _event("mesh.v1.kv.{worker_id}.eviction_candidates", Evict
 KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, _SERVICES)
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
-    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, TIME, PROGRESS, WORKER_STATUS, RUN,
-    RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, GRAMMAR, CANCEL, ACCEPTED,
+    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, WAY, CLAIM, TIME, PROGRESS, WORKER_STATUS,
+    RUN, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, GRAMMAR, CANCEL, ACCEPTED,
     PLACED, FIRST_TOKEN, RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS,
     HEAT, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, EVICTION_CANDIDATES, PURGE, KEEP,
 )  # fmt: skip

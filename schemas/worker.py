@@ -229,6 +229,20 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
     lag_ms: Count = 0
 
 
+class TryWay(Message, frozen=True, kw_only=True):
+    """Can you read from me, where I am going to announce that I serve? Asked by a holder before it joins."""
+
+    reader: WorkerId
+    endpoint: Endpoint
+
+
+class WayTried(Message, frozen=True, kw_only=True):
+    """What came of it. `error`: for people; empty: so many bytes a second came."""
+
+    error: str = ""
+    bytes_per_s: Rate = 0.0
+
+
 class ClaimName(Message, frozen=True, kw_only=True):
     """I live by this name: who else does? Asked by a service that starts, and after each reconnection; whoever else
     lives by the name answers with the claim that keeps it: the settled one, or else the lower token.

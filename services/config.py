@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dataplane.addresses import is_loopback
+from dataplane.addresses import EVERYWHERE, is_loopback, ports_of
 from dataplane.times import PaceMs, Wait, WaitMs
 from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
@@ -22,6 +22,7 @@ from services.times import Times, scaled
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
 PlaneEncryption = Literal["auto", "on", "off"]
+Ways = Literal["off", "warn", "require"]
 SplitMode = Literal["auto", "always"]
 EngineName = Literal["transformers", "vllm"]
 ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek"]
@@ -245,8 +246,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     plane_encryption: Annotated[
         PlaneEncryption, Flag("--plane-encryption", "Encrypt KV that crosses tcp; auto: to any address but loopback.")
     ] = "auto"
-    advertise_host: str = ""
-    """The address that readers are given to connect to; empty: `plane_host`."""
+    plane_ports: Annotated[
+        str, Flag("--plane-ports", "Ports for that, one a worker or store, as 7000-7015; any if left out.")
+    ] = ""
+    ways: Ways = "warn"
+    """What is done where another machine's holder and this one cannot read from each other, as it starts: nothing, a
+    line in the log, or it does not start ("require")."""
+    advertise_host: Annotated[
+        str,
+        Variable("KVMESH_ADVERTISE_HOST"),
+        Flag("--advertise-host", "The address that others are given to read it; --plane-host if left out."),
+    ] = ""
+    """Of this machine, as other machines reach it."""
     lease_ms: WaitMs = 30_000
     digests: bool = True
     prefix_cache: Annotated[
@@ -272,6 +283,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        ports_of(self.plane_ports)
+        if self.advertise_host and self.advertise_host in EVERYWHERE:
+            raise ValueError(f"advertise_host {self.advertise_host!r} is nowhere that others could connect to")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

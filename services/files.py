@@ -4,8 +4,10 @@ The only place of the services that makes either.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Literal
 
@@ -51,6 +53,14 @@ def write_private(path: Path, content: str | bytes) -> None:
     """Write a whole file for its owner alone. Raises OSError."""
     with open_private(path, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Be the only one who changes a file while the block runs; another process waits. Raises OSError."""
+    with open_private(path.with_name(f".{path.name}.lock"), "ab") as lock:  # the file itself is replaced
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def cut_log(path: Path, max_bytes: int) -> None:

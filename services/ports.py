@@ -28,10 +28,10 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
-    """Return whether a server could listen on this port of this machine's own address."""
+def is_free(port: int, host: str = "") -> bool:
+    """Return whether a server could listen on this port of an address; empty: of this machine's own."""
     try:
-        listen(own_address(), port).close()
+        listen(host or own_address(), port).close()
     except OSError:
         return False
     return True

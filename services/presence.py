@@ -267,3 +267,9 @@ class Fences:
             return None
         fence.published_ms = now_ms
         return fence.left
+
+    def servers_returned(self, now_ms: int) -> None:
+        """Who was behind servers of the broker that are back has not received what was published meanwhile: whoever
+        still speaks is notified at once."""
+        for fence in self._fences.values():
+            fence.published_ms = now_ms - self._repeat_left_ms

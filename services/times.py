@@ -33,7 +33,8 @@ class PresenceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Two questions that nobody serves must be this far apart before their addressee is dead. It may be reconnecting by
     itself, which takes a client of the bus 200 ms or more."""
     repeat_left_ms: PaceMs = 1_000
-    """An incarnation that has left and still speaks is notified of it at most this often."""
+    """An incarnation that has left and still speaks is notified of it at most this often, and once more as a server of
+    the broker is back."""
 
     @property
     def load_interval_ms(self) -> int:

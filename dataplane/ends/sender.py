@@ -13,6 +13,7 @@ from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, HolderEnd, KVArena, MemoryFailedError
+from dataplane.ends.way import tried
 from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import KVNotFiniteError
 from dataplane.memory.extent import Extent
@@ -103,31 +104,44 @@ class HolderStream:
         """Serve until a stream is refused or broken, or none is opened any more. Raises JunkError when the peer did not
         speak the protocol at all."""
         try:
-            wanted, opening = self._receive_open(self._context.open_timeout_s)
+            kind, asked = self._receive(self._context.open_timeout_s, Kind.OPEN, Kind.TRY)
         except (WireClosedError, WireTimeoutError) as error:
             raise JunkError(str(error)) from error
         try:
-            while self._serve(wanted, opening):
+            if kind is Kind.TRY:
+                return self._answer_try(asked)
+            while self._serve(asked):
                 try:
-                    wanted, opening = self._receive_open(self._context.idle_timeout_s)
+                    _, asked = self._receive(self._context.idle_timeout_s, Kind.OPEN)
                 except (WireClosedError, WireTimeoutError):
-                    return  # the reader needs no more
+                    return None  # the reader needs no more
+        except ProtocolError as error:
+            raise JunkError(str(error)) from error
         except _REFUSALS as refusal:
             self._refuse(refusal)
 
-    def _receive_open(self, timeout_s: float) -> tuple[Open, bytes]:
-        """Return the Open that is sent first, and its bytes. Raises JunkError, WireClosedError, WireTimeoutError."""
+    def _receive(self, timeout_s: float, *allowed: Kind) -> tuple[Kind, bytes]:
+        """Return what is asked, and its bytes. Raises JunkError, WireClosedError, WireTimeoutError."""
         try:
-            header = self._wire.receive_header(time.monotonic() + timeout_s, Kind.OPEN)
+            header = self._wire.receive_header(time.monotonic() + timeout_s, *allowed)
             deadline = time.monotonic() + self._context.open_timeout_s
-            body = bytes(self._wire.receive(header.length, deadline))
-            return decode_body(body, Open), body
+            return header.kind, bytes(self._wire.receive(header.length, deadline))
         except ProtocolError as error:
             raise JunkError(str(error)) from error
 
-    def _serve(self, wanted: Open, opening: bytes) -> bool:
-        """Serve one stream; return whether it ended well, so that another may follow. Raises a refusal."""
-        service = self._open(wanted, opening)
+    def _answer_try(self, asked: bytes) -> None:
+        """Send what tries the way here. Raises ProtocolError, and a refusal."""
+        answer = tried(asked, self._context.arena.name, self._context.secrets)
+        if isinstance(answer, str):
+            raise _RefusedError(RefusalCode.TICKET, answer)
+        with contextlib.suppress(WireClosedError, WireTimeoutError):
+            self._wire.send(answer, self._context.open_timeout_s)
+            self._wire.finish_sending()
+
+    def _serve(self, opening: bytes) -> bool:
+        """Serve one stream; return whether it ended well, so that another may follow. Raises a refusal, and
+        ProtocolError for what is no Open."""
+        service = self._open(decode_body(opening, Open), opening)
         error = "the plane failed"
         try:
             error = service.serve_frames()

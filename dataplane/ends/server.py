@@ -6,11 +6,11 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dataplane import limits
-from dataplane.addresses import listen, listen_near
+from dataplane.addresses import listen_near, listen_on_any
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
@@ -44,11 +44,11 @@ _WRONG = frozenset(
 @dataclass(slots=True, frozen=True)
 class ServerOptions:
     """`carriers`: what is offered, of those of the arena. `advertise_host`: what is announced for readers
-    to connect to, `host` unless given."""
+    to connect to, `host` unless given. `ports`: it listens on the first that is free."""
 
     carriers: tuple[str, ...] = (shm.NAME, tcp.NAME)
     host: str = "127.0.0.1"
-    port: int = 0
+    ports: Sequence[int] = (0,)
     advertise_host: str = ""
     digests: bool = True
     encryption: PlaneEncryption = "auto"
@@ -152,7 +152,7 @@ class PlaneServer:
 
     def _listen(self) -> None:
         if set(self.options.carriers) - {loopback.NAME}:
-            self._listeners = [listen(self.options.host, self.options.port, limits.BACKLOG)]
+            self._listeners = [listen_on_any(self.options.host, self.options.ports, limits.BACKLOG)]
             self._port = self._listeners[0].getsockname()[1]
             if shm.NAME in self.options.carriers:
                 self._listeners.append(listen_near(shm.address_of(self.arena.nonce, self._port), limits.BACKLOG))

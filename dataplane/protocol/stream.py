@@ -7,6 +7,8 @@
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
 
+or a Try, and its answer, on a connection of its own (`ends/way.py`).
+
 A Commit confirms that the lease was still good *after* a frame's bytes had left the holder's memory, and its tag proves
 what they were there. A frame is believed once its Commit is in and its digest is right; nothing waits for a round trip
 but the last frame. Every frame starts with one header of fixed size, which ends in its CRC-32: nobody waits for the
@@ -32,6 +34,7 @@ import msgspec
 
 from dataplane import limits
 from dataplane.blocks.layout import BlockTables
+from dataplane.blocks.ticket import MAC_BYTES
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent
@@ -60,6 +63,8 @@ class Kind(enum.IntEnum):
     COMMIT = 6
     END = 7
     FAIL = 8
+    TRY = 9
+    TRIED = 10
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -72,6 +77,8 @@ _MAX_BODY = {
     Kind.COMMIT: 0,
     Kind.END: limits.MAX_TRAILER_BYTES,
     Kind.FAIL: limits.MAX_CONTROL_BYTES,
+    Kind.TRY: limits.MAX_CONTROL_BYTES,
+    Kind.TRIED: limits.WAY_BYTES + MAC_BYTES,
 }
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from schemas.attach import MAX_RUN, KVIdentity
 from schemas.block import hash_blocks
+from services.asgi import Refusal, RefusedError, body_of, reply
 from services.attach.connector.identity import layout_of
 from services.attach.connector.scheduler_half import hash_salt
 from services.attach.core import AttachCore, Sharing
@@ -49,18 +50,6 @@ class PrefixAnswer(msgspec.Struct, frozen=True):
     servers: list[ServerPrefix]
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    error: str
-
-
-class RefusedError(Exception):
-    """What was asked is no question."""
-
-    def __init__(self, status: HTTPStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 class Prefixes:
     """Answers routers; until the first server is there nothing is held."""
 
@@ -76,13 +65,10 @@ class Prefixes:
         """Serve one request (ASGI)."""
         try:
             question = await _question(scope, receive)
-            status, reply = HTTPStatus.OK, await self.answer(question)
+            status, answer = HTTPStatus.OK, await self.answer(question)
         except RefusedError as error:
-            status, reply = error.status, _Refusal(str(error))
-        body = msgspec.json.encode(reply)
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+            status, answer = error.status, Refusal(str(error))
+        await reply(send, status, answer)
 
     async def answer(self, question: PrefixQuestion) -> PrefixAnswer:
         if self._held is None:
@@ -118,24 +104,11 @@ async def _question(scope: "Scope", receive: "Receive") -> PrefixQuestion:
                     {"tokens": tokens, "cache_salt": query.get("cache_salt", [""])[0]}, PrefixQuestion, strict=False
                 )
             case "POST":
-                return msgspec.json.decode(await _body(receive), type=PrefixQuestion)
+                return msgspec.json.decode(await body_of(receive, MAX_PREFIX_BYTES), type=PrefixQuestion)
             case _:
                 raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "ask with GET or POST")
     except (msgspec.DecodeError, ValueError) as error:
         raise RefusedError(HTTPStatus.BAD_REQUEST, f"tokens are a prompt's ids, as 1,2,3: {error}") from error
-
-
-async def _body(receive: "Receive") -> bytes:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "the body has not come")
-        parts.append(message.get("body", b""))
-        if sum(map(len, parts)) > MAX_PREFIX_BYTES:
-            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {MAX_PREFIX_BYTES} bytes")
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 @contextlib.asynccontextmanager

@@ -54,7 +54,7 @@ OperatorCreds = Annotated[
     str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
 ]
 RoleName = Literal[
-    "gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store", "attach", "broker"
+    "gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store", "attach", "broker", "joins"
 ]  # fmt: skip
 
 
@@ -73,10 +73,11 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="The mesh's configuration, mesh.toml; a broker has none.")] = None,
     id: Annotated[str, typer.Option("--id", help="This service's name; role and host name if left out.")] = "",
     port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="A gateway's port, mesh.toml's if 0; a broker's, 4222 if 0.")
+        int,
+        typer.Option(min=0, max=65_535, help="A gateway's, mesh.toml's if 0; a broker's, 4222; that of joins, 7843."),
     ] = 0,
     host: Annotated[
-        str, typer.Option(help="A broker's address to listen on; all of this machine if it has a certificate.")
+        str, typer.Option(help="Address that a broker or joins listens on; all if it has a certificate.")
     ] = "",
     metrics_port: Annotated[
         int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
@@ -100,6 +101,11 @@ def serve(
         return
     if config is None:
         raise UserError("--config names the mesh.toml of the mesh")
+    if role == "joins":
+        from services.launch.joins import run_join_port
+
+        run_join_port(config, Path(keys or "keys"), host, port, supervised=supervised)
+        return
     from services.launch.serve import Overrides, run_service
 
     metrics = None if metrics_port < 0 else metrics_port
@@ -179,6 +185,101 @@ def bus_config(
         if routes and len(hosts) < 2:
             raise UserError("--routes needs the names of all servers: --host nats-0,nats-1,nats-2")
         run_bus_config(folder, hosts, days, at, has_routes=routes)
+
+
+KeysOption = Annotated[str, typer.Option(help="Folder of the mesh's keys; that of the mesh that runs if left out.")]
+tokens = typer.Typer(invoke_without_command=True, help="Print a line with which another machine joins the mesh.")
+app.add_typer(tokens, name="token")
+
+
+@tokens.callback()
+def token(
+    context: typer.Context,
+    role: Annotated[
+        Literal["holder", "gateway"], typer.Option(help="What the machine's members may be: workers, or gateways.")
+    ] = "holder",
+    names: Annotated[str, typer.Option(help="Which members, a pattern as of file names: 'decode-*'.")] = "*",
+    host: Annotated[str, typer.Option(help="For this machine alone; any if left out.")] = "",
+    uses: Annotated[int, typer.Option(min=1, max=1000, help="How many machines may join with it.")] = 1,
+    ttl: Annotated[str, typer.Option(help="How long it may be used: 30m, 1h, 7d.")] = "1h",
+    url: Annotated[str, typer.Option(help="The join port; that of the mesh that runs if left out.")] = "",
+    keys: KeysOption = "",
+) -> None:
+    """Print a line with which another machine joins the mesh."""
+    from schemas.subjects import Role
+    from services.cli.hosts import life_of, run_token
+
+    if context.invoked_subcommand is None:
+        run_token(keys, url, role=Role(role), names=names, host=host, num_uses=uses, life_s=life_of(ttl))
+
+
+@tokens.command(name="list")
+def list_tokens(keys: KeysOption = "") -> None:
+    """Show the tokens that are of use, and the machines that have joined."""
+    from services.cli.hosts import run_token_list
+
+    run_token_list(keys)
+
+
+@tokens.command(name="revoke")
+def revoke_token(
+    token_id: Annotated[str, typer.Argument(help="By `kvmesh token list`.")], keys: KeysOption = ""
+) -> None:
+    """Have a token be of no use any more."""
+    from services.cli.hosts import run_token_revoke
+
+    run_token_revoke(keys, token_id)
+
+
+@app.command()
+@taking_flags(
+    "prefill", "decode", "aggregated", "gateways", "device", "model", "port", "kv_mib", "threads", "spare_engines",
+    "plane_host", "plane_ports", "advertise_host",
+)  # fmt: skip
+def join(
+    url: Annotated[str, typer.Argument(help="The join port of the mesh: tls://HOST:7843.")],
+    token: Annotated[str, typer.Option(help="What `kvmesh token` has printed there; once, later it is known.")] = "",
+    name: Annotated[str, typer.Option(help="What this machine is called there; its host name if left out.")] = "",
+    systemd: Annotated[bool, typer.Option("--systemd", help="Print a unit that does this, and end.")] = False,
+    **flags: Any,
+) -> None:
+    """Be part of a mesh on another machine: run workers for it. Ctrl-C stops them, without a lost answer."""
+    from services.cli.join import run_join
+
+    raise typer.Exit(run_join(url, token, name, flags, systemd=systemd))
+
+
+@app.command()
+def leave(
+    forget: Annotated[bool, typer.Option("--forget", help="Also where the mesh's machine cannot be asked.")] = False,
+) -> None:
+    """Be no part of the mesh any more: workers leave, and this machine's keys are revoked."""
+    from services.cli.join import run_leave
+
+    run_leave(forget=forget)
+
+
+@app.command()
+def remove(
+    machine: Annotated[str, typer.Argument(help="As it has joined; `kvmesh token list` names them.")],
+    keys: KeysOption = "",
+    nats: NatsOption = "",
+) -> None:
+    """Lock a machine out that has joined: its keys are revoked at once."""
+    from services.cli.hosts import run_remove
+
+    run_remove(keys, machine, nats)
+
+
+@app.command()
+def rotate(
+    keys: KeysOption = "",
+    within_s: Annotated[float, typer.Option(min=1, help="How long each machine is waited for at each step.")] = 30.0,
+) -> None:
+    """Replace the secret that tickets for KV are signed with, while all runs."""
+    from services.cli.hosts import run_rotate
+
+    run_rotate(keys, within_s)
 
 
 @app.command()

@@ -2,39 +2,28 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from dataplane.addresses import in_url
-from schemas.permissions import GUESTS, inbox_of
+from schemas.permissions import GUESTS
 from schemas.subjects import Role
-from services.bus.base import BusError, NoRespondersError
-from services.bus.nats import NatsBus
+from services.bus.push import push_account
 from services.errors import UserError
-from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ca_file
+from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from services.trust.keys import (
     MESH_FILE,
-    BusAccess,
-    Identity,
-    MeshKey,
     MeshKeys,
     credentials_file,
     key_file,
-    read_key,
     without_password,
 )
 from services.trust.members import add_member, revoke_member, role_of_member
-from services.trust.nats_jwt import CLAIMS_UPDATE, pair_of, system_credentials
 from services.trust.routes import BROKER_FILE, BROKER_PORT, ROUTE_PORT, SERVER_FILES
 
 DAY_S = 24 * 3600
-PUSHER = "push"
-PUSH_LIFE_S = 300
-PUSH_TIMEOUT_S = 5.0
 
 
 def run_bus_config(folder: Path, hosts: Sequence[str], days: int, at: Path | None, *, has_routes: bool) -> None:
@@ -106,15 +95,7 @@ def run_revoke(folder: Path, name: str, push_to: str) -> None:
 
 def run_push(folder: Path, url: str) -> None:
     """Tell the servers of a broker what is revoked by now, and print who took it. Raises UserError where nobody did."""
-    mesh = read_key(folder / MESH_FILE, MeshKey)
-    if not mesh.system_seed:
-        path = folder / BROKER_FILE
-        raise UserError(f"the keys in {folder} were made before there was --push: have each server read {path} again")
-    inbox = inbox_of(Role.OPERATOR, PUSHER)
-    ends_s = int(time.time()) + PUSH_LIFE_S
-    credentials = system_credentials(pair_of(mesh.system_seed), PUSHER, inbox, ends_s)
-    access = BusAccess(url, Identity(role=Role.OPERATOR, name=PUSHER, credentials=credentials), ca_file(folder))
-    told = asyncio.run(_push(access, mesh.account_token().encode()))
+    told = asyncio.run(push_account(folder, url))
     console = Console(highlight=False, soft_wrap=True)
     for server, problem in told.items():
         console.print(f"  {without_password(server)}  {problem or 'took it'}", markup=False)
@@ -122,36 +103,3 @@ def run_push(folder: Path, url: str) -> None:
         raise UserError("no server took it: what was revoked is still let in")
     if any(told.values()):
         console.print("Those that did not hear of it by the others, as they come back.")
-
-
-async def _push(access: BusAccess, token: bytes) -> dict[str, str]:
-    """Return what became of it at each server; empty: it was taken. Each is asked by itself: who answers of several
-    cannot be chosen."""
-    found: dict[str, str] = {}
-    for server in access.servers:
-        try:
-            bus = await NatsBus.connect(access._replace(url=server), PUSHER)
-        except UserError as error:
-            found[server] = str(error)
-            continue
-        try:
-            reply = await bus.request(CLAIMS_UPDATE, token, {}, PUSH_TIMEOUT_S)
-            error = msgspec.json.decode(reply.payload, type=_Taken).error
-            found[server] = "" if error is None else error.description
-        except NoRespondersError:
-            found[server] = "keeps accounts in its configuration only: have it read that again"
-        except (BusError, msgspec.DecodeError) as error:
-            found[server] = str(error)
-        finally:
-            await bus.close()
-    return found
-
-
-class _Problem(msgspec.Struct):
-    description: str = "refused"
-
-
-class _Taken(msgspec.Struct):
-    """What a server says of an account's next token (nats-server, `server/accounts.go`)."""
-
-    error: _Problem | None = None

@@ -75,17 +75,23 @@ def launch_of(given: Mapping[str, Any]) -> Launch:
 
     Raises UserError.
     """
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is not None and name != API_KEY:
-            setting, flag = FLAGS[name]
-            values[setting.path] = _meant(flag, value)
+    values = values_of(given)
     values |= _attached(values) or _split(values)
     values |= _reached_by(values, given.get(API_KEY) or "")
     try:
         return changed(Launch(), values)
     except ValueError as error:
         raise UserError(f"a mesh cannot be started like this: {error}") from error
+
+
+def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the flags set, by the paths of their settings. Raises UserError."""
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is not None and name != API_KEY:
+            setting, flag = FLAGS[name]
+            values[setting.path] = _meant(flag, value)
+    return values
 
 
 def _parameter(name: str, setting: Setting, flag: Flag) -> inspect.Parameter:
@@ -118,7 +124,7 @@ def _attached(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what there is in place of workers where servers attach. Raises UserError."""
     if not values.get("attach"):
         return {}
-    workers = ("num_prefill", "num_decode", "num_aggregated", "num_gateways", "devices")
+    workers = ("num_prefill", "num_decode", "num_aggregated", "num_gateways", "devices", "join_port")
     of_them = ("config.engine.", "config.gateway.")
     if beside := sorted(FLAGS_BY_PATH[path] for path in values if path in workers or path.startswith(of_them)):
         raise UserError(f"--attach starts no workers and no gateway: leave out {', '.join(beside)}")

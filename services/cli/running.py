@@ -25,6 +25,8 @@ class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
     trace_dir: str
     other_urls: list[str] = []
     """Addresses of the gateways after the first."""
+    join_url: str = ""
+    """Where other machines join; empty: nowhere."""
     restarts: dict[str, int] = {}
     """How often each service was started again, of those that were."""
     resting: list[str] = []
@@ -100,13 +102,13 @@ def traces_of(state: Path) -> Path:
 
 
 def states_elsewhere() -> set[Path]:
-    """Return the state folders of all processes of this user that look like a `kvmesh up`. Their `mesh.json` says
-    whether they are one."""
+    """Return the state folders of all processes of this user that look like a `kvmesh up` or `join`. Their `mesh.json`
+    says whether they are one."""
     found: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
-            if b"up" in command and process.stat().st_uid == os.getuid():
+            if {b"up", b"join"} & set(command) and process.stat().st_uid == os.getuid():
                 environment = (process / "environ").read_bytes().split(b"\0")
                 named = [value for name, _, value in (pair.partition(b"=") for pair in environment) if name == _STATE]
                 found.add((process / "cwd").readlink() / os.fsdecode(b"".join(named) or os.fsencode(STATE_DIR)))

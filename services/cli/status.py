@@ -45,7 +45,8 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         mesh = None  # it is another one that is asked for
     where = "".join(f"{gateway}/v1, " for gateway in (mesh.url, *mesh.other_urls)) if mesh else ""
     # A mesh that servers attach to has no workers, and is ready for none.
-    if mesh is not None and not mesh.url:
+    has_workers = any(load.worker.role != WorkerRole.STORE for load in fleet.workers)
+    if mesh is not None and not mesh.url and not has_workers:
         console.print(f"{access.shown}, for servers that attach")
     else:
         state = "ready" if fleet.ready else "[red]not ready[/red]"
@@ -53,7 +54,7 @@ def run_status(options: BusOptions, worker_id: str = "", *, as_json: bool) -> No
         console.print(worker_table(fleet))
     if any(load.worker.role == WorkerRole.STORE for load in fleet.workers):
         console.print(store_table(fleet))
-    for line in device_lines(fleet):
+    for line in (*host_lines(fleet.workers), *device_lines(fleet)):
         console.print(line)
     if servers:
         console.print(server_table(servers))
@@ -196,6 +197,15 @@ def _addresses(host: str) -> set[str]:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)} if host else set()
     except OSError:
         return set()
+
+
+def host_lines(loads: Iterable[WorkerLoad]) -> list[str]:
+    """Return a line for each machine with its workers and stores; no lines where there is one machine."""
+    hosts: dict[str, list[str]] = {}
+    for load in sorted(loads, key=lambda load: load.worker.worker_id):
+        if load.worker.endpoint is not None:
+            hosts.setdefault(load.worker.endpoint.host, []).append(load.worker.worker_id)
+    return [f"at {escape(host)}: {', '.join(names)}" for host, names in sorted(hosts.items())] if len(hosts) > 1 else []
 
 
 def device_lines(fleet: FleetDescribed) -> list[str]:

@@ -24,7 +24,7 @@ from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.cli.board import PHASES, Board
 from services.cli.limits import ASK_INTERVAL_S, ASK_TIMEOUT_S, FRAME_INTERVAL_S, ONE_FRAME_AFTER_S, RATE_WINDOW_S
-from services.cli.status import servers_table
+from services.cli.status import host_lines, servers_table
 from services.runtime import now_ms
 from services.trust.keys import BusAccess
 
@@ -121,6 +121,7 @@ def frame(board: Board, now_s: float, nats_url: str) -> RenderableType:
         Text(),
         _workers(workers),
         _legend(),
+        *(Text(line, style="dim") for line in host_lines(load for load, _ in workers)),
     ]
     if servers := [server for of_holder in board.servers.values() for server in of_holder]:
         parts += [Text(), servers_table(servers)]

@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -29,11 +31,17 @@ from services.trust.keys import credentials_file
 
 def run_up(launch: Launch) -> int:
     """Run a mesh until a signal; return the exit code. Raises UserError."""
-    with _alone_in(state_dir()):
-        return asyncio.run(_up(launch))
+    with alone_in(state_dir()):
+        return asyncio.run(run_mesh(launch, partial(_greet, launch=launch)))
 
 
-async def _up(launch: Launch) -> int:
+Beside = Callable[[Callable[[str], None]], Coroutine[Any, Any, None]]
+"""Runs beside a mesh, and ends it. It is given what prints a line."""
+
+
+async def run_mesh(launch: Launch, greet: Callable[[Console, Supervisor], None], beside: Beside | None = None) -> int:
+    """Run what is to be started until a signal, or until `beside` ends it, which is then an error; return the exit
+    code. Raises UserError."""
     console = LastingConsole(highlight=False, soft_wrap=True)
     # Begin with an empty run folder: its keys, logs and traces are those of the last mesh.
     run_dir = state_dir() / "run"
@@ -69,9 +77,11 @@ async def _up(launch: Launch) -> int:
         _write_contexts(run_dir / "nats" / "context", supervisor)
         replace_private(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
         with contextlib.suppress(OSError):
-            _greet(console, supervisor, launch)
-        await stop.wait()
-        return 0
+            greet(console, supervisor)
+        if beside is None:
+            await stop.wait()
+            return 0
+        return 1 if await ended_before(stop, beside(say)) else 0
     finally:
         # Stop everything however the mesh ended: a start that failed half way leaves services behind.
         with console.status("stopping, once more Ctrl-C: at once ..."):
@@ -150,6 +160,8 @@ def _greet(console: Console, supervisor: Supervisor, launch: Launch) -> None:
         console.print(f"(the broker is at {supervisor.nats_url}, [yellow]open to anybody[/yellow])")
     else:
         console.print(f"(the broker is at {supervisor.nats_url}; an operator hears prompts and answers too)")
+    if supervisor.join_url:
+        console.print(f"Other machines join at {supervisor.join_url}: [bold]{command} token[/bold] prints how")
     console.print(f"Prometheus finds every service's metrics by {os.path.relpath(state_dir() / 'metrics.json')}")
     console.print("Ctrl-C stops everything.")
 
@@ -194,6 +206,7 @@ def _write(path: Path, supervisor: Supervisor) -> None:
         keys="" if supervisor.has_open_bus else str(supervisor.keys_dir),
         trace_dir=str(supervisor.trace_dir),
         other_urls=supervisor.urls[1:],
+        join_url=supervisor.join_url,
         restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},
         resting=[name for name, record in records.items() if record.num_rests],
     )
@@ -201,7 +214,7 @@ def _write(path: Path, supervisor: Supervisor) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(state: Path) -> Generator[None]:
+def alone_in(state: Path) -> Generator[None]:
     """Lock the state folder while the block runs. Raises UserError where another mesh has it."""
     private_folder(state, is_ours=True)
     with open_private(state / "lock", "ab") as lock:

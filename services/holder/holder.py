@@ -26,6 +26,7 @@ from schemas.request import Refused, RunAttempt
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft, WorkerRole
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
+from services.errors import UserError
 from services.holder.core.actions import Action, CloseLease, Lend, SendReply, StartRead, StopRead
 from services.holder.core.checks import HolderLimits
 from services.holder.core.events import CopyOffered, Event, Fenced, ReadEnded, Stopping, StreamEnded, StreamStarted
@@ -35,6 +36,7 @@ from services.holder.core.rules import Rules
 from services.holder.kv.blocks import LentBlocks, MemoryT
 from services.holder.kv.peers import Peers
 from services.holder.kv.reads import KVReads, ReaderSettings
+from services.holder.kv.ways import Ways
 from services.holder.limits import READ_BYTES_PER_S_MIN
 from services.holder.observe.metrics import HolderMetrics
 from services.holder.observe.observer import HolderObserver
@@ -145,6 +147,7 @@ class Holder(Generic[MemoryT]):
             parts.arena, parts.shape, parts.credentials.secrets, config.times.plane
         )
         self.peers = Peers(bus, self._times)
+        self._ways = Ways(parts.worker_id, bus, parts.credentials.secrets, config.times, config.worker.plane_ports)
         self._heartbeat = Heartbeat(tick_ms / 1000, config.worker.fence_after_ms / 1000)
         # `start_reading` and `start_serving` set these two: they need a running event loop and its task group.
         self.reads: KVReads
@@ -163,6 +166,18 @@ class Holder(Generic[MemoryT]):
         await self._bus.announce(DESCRIPTIONS[info.role])
         tasks.create_task(self.outbox.run(), name="outbox")
 
+    async def try_ways(self) -> None:
+        """Try the ways to other machines. Raises UserError where one is closed, and the setting says so."""
+        assert self.blocks.plane is not None, "who does not serve cannot be reached"
+        if self._config.worker.ways == "off":
+            return
+        problems = await self._ways.problems(self.blocks.plane.endpoint)
+        if problems and self._config.worker.ways == "require":
+            others = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
+            raise UserError(f"{problems[0]}{others}")
+        for problem in problems:
+            log.warning("%s", problem)
+
     async def subscribe_all(self, tasks: asyncio.TaskGroup) -> None:
         """Listen to what every holder is asked. Return once all subscriptions are there."""
         bus, me = self._bus, (self.parts.worker_id,)
@@ -173,6 +188,7 @@ class Holder(Generic[MemoryT]):
         await bus.listen(tasks, subjects.RETURNED, (*me, "*"), self.on_event)
         await bus.listen(tasks, subjects.REPLICATE, (*me, "*"), self._on_copy_offered)
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
+        await bus.serve(tasks, subjects.WAY, (*me, "*"), self._ways.on_try)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
         await bus.serve(tasks, subjects.PURGE, me, self._on_purge)
         await keep_traces(bus, tasks, self._telemetry)

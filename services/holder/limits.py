@@ -76,6 +76,8 @@ MAX_PAST_ATTEMPTS = 4_096
 READ_BYTES_PER_S_MIN = 20e6
 """A read that takes longer than `read_base_s` and its bytes at this rate is given up: computing would be quicker."""
 
+MAX_WAYS_AT_ONCE = 8
+"""Ways to other holders that one tries at the same time."""
 MAX_PEERS = 10_000
 """Holders of which a reader remembers where they serve; those seen last."""
 

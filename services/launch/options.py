@@ -7,6 +7,8 @@ import msgspec
 from services.config import MeshConfig, Port, parse_devices
 from services.settings import Flag
 
+JOINS = "joins"
+"""The service where other machines join."""
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 Workers = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Others = Annotated[int, msgspec.Meta(ge=1, le=16)]
@@ -46,20 +48,33 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     attach: Annotated[
         bool, Flag("--attach", "No workers and no gateway: a holder of KV that `vllm serve` attaches to.")
     ] = False
+    join_port: Annotated[
+        Port, Flag("--join-port", "Port where other machines join, as 7843; left out, nobody does.", shown="")
+    ] = 0
+    host: str = ""
+    """This machine has joined a mesh by this name: it has workers and gateways, called by it, and nothing else."""
     store: Annotated[str, Flag("--store", "A KV store, if any: memory, disk, redis://… or valkey://….")] = ""
     config: MeshConfig = MeshConfig()
 
     @property
     def services(self) -> list[tuple[str, str]]:
         """(role, name) of every process, in starting order."""
+        if self.host:
+            return [(role, f"{role}-{self.host}-{n}") for role, count in self._counts for n in range(count)]
         pairs = [*_named("scheduler", self.num_schedulers), *_named("directory", self.num_directories)]
         if self.attach:
             return [*pairs, ("attach", "attach-0")]
         if self.store:
             pairs.append(("store", "store-0"))
-        for role, count in zip(WORKER_ROLES, (self.num_prefill, self.num_decode, self.num_aggregated), strict=True):
+        for role, count in self._counts[:-1]:
             pairs += [(role, f"{role}-{number}") for number in range(count)]
-        return [*pairs, *_named("gateway", self.num_gateways)]
+        pairs += _named("gateway", self.num_gateways)
+        return [*pairs, (JOINS, JOINS)] if self.join_port else pairs
+
+    @property
+    def _counts(self) -> list[tuple[str, int]]:
+        counts = (self.num_prefill, self.num_decode, self.num_aggregated, self.num_gateways)
+        return list(zip((*WORKER_ROLES, "gateway"), counts, strict=True))
 
     @property
     def workers(self) -> list[str]:

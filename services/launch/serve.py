@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from dataplane.blocks.ticket import TicketSecrets
 from dataplane.lasting import lasting_task
 from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
+from schemas.subjects import Role
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
 from services.clocks import keep_time
@@ -31,7 +32,7 @@ from services.metrics import Metrics
 from services.ports import bind
 from services.runtime import ASKED_FOR, configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
-from services.trust.certificates import CertificateFile, ca_file, client_context
+from services.trust.certificates import CertificateFile, WatchedFile, ca_file, client_context
 from services.trust.keys import BusAccess, Identity, RoleKey, key_file, load_role_key, with_key
 
 log = logging.getLogger(__name__)
@@ -100,28 +101,31 @@ def run_service(
         access = BusAccess(config.nats.url, identity, ca, renew if identity else None)
         start, secrets = _service(role, name, config, metrics, identity, starter)
 
-        def read_again() -> None:
-            _read_again(role, config_path, overrides, secrets)
-
         async def serve(stop: asyncio.Event) -> bool | None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
-            return await _serve(role, name, config, metrics, start, stop, access, supervised=supervised)
+            path = _key_path(role, config, config_path) if key else config_path
+            take = partial(_take_secrets, role, config_path, overrides)
+            with _kept(path, secrets, take, config.times.bus.certificates_look_s):
+                return await _serve(role, name, config, metrics, start, stop, access, supervised=supervised)
 
         # The exit code says what an operator wants: whether the supervisor starts this service again.
         comes_again = run_until_signal(serve)
         if comes_again is not None:
             sys.exit(EXIT_AGAIN if comes_again else EXIT_DRAINED)
     except UserError as error:
-        if not supervised:
-            raise
-        say(f"{ERROR_PREFIX}{error}")  # the supervisor prints it once, for all its services
-        sys.exit(2)
+        end_with(error, supervised=supervised)
+
+
+def end_with(error: UserError, *, supervised: bool) -> NoReturn:
+    """End with an error: the supervisor prints it once, for all its services. Raises it where there is none."""
+    if not supervised:
+        raise error
+    say(f"{ERROR_PREFIX}{error}")
+    sys.exit(2)
 
 
 def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
     """Return the key of a service's role; None where there is none and the broker asks nobody. Raises UserError."""
-    wanted = role_of("store" if role == "attach" else role)  # it is a store to all others
-    path = key_file(config_path.parent / config.nats.keys, wanted)
+    path, wanted = _key_path(role, config, config_path), _role_on_the_bus(role)
     if config.nats.open and not path.exists():
         return None
     key = load_role_key(path)
@@ -130,20 +134,38 @@ def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
     return key
 
 
-def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: TicketSecrets | None) -> None:
-    """Go on with the ticket secrets that the files have now; with those that there are where they cannot be used."""
+def _key_path(role: str, config: MeshConfig, config_path: Path) -> Path:
+    return key_file(config_path.parent / config.nats.keys, _role_on_the_bus(role))
+
+
+def _role_on_the_bus(role: str) -> Role:
+    return role_of("store" if role == "attach" else role)  # it is a store to all others
+
+
+@contextlib.contextmanager
+def _kept(
+    path: Path, secrets: TicketSecrets | None, take: Callable[[TicketSecrets], None], look_s: float
+) -> Generator[None]:
+    """Go on with the ticket secrets that a file has while the block runs, whenever it is replaced, or at a SIGHUP."""
+    on_hangup = asyncio.get_running_loop().add_signal_handler
     if secrets is None:
-        log.warning("SIGHUP: nothing to read again; certificates are, when their files change", extra=ASKED_FOR)
+        nothing = "SIGHUP: nothing to read again; certificates are, when their files change"
+        on_hangup(signal.SIGHUP, partial(log.warning, nothing, extra=ASKED_FOR))
+        yield
         return
-    try:
-        config = _overridden(load_config(config_path), overrides)
-        key = _key_of(role, config, config_path)
-        found = require_secrets(with_key(config, key) if key else config)
-    except UserError as error:
-        log.warning("SIGHUP: the ticket secrets stay as they were: %s", error, extra=ASKED_FOR)
-        return
+    watched = WatchedFile(path, partial(take, secrets))
+    on_hangup(signal.SIGHUP, watched.reload)
+    with watched.kept(look_s):
+        yield
+
+
+def _take_secrets(role: str, config_path: Path, overrides: Overrides, secrets: TicketSecrets) -> None:
+    """Go on with the ticket secrets that the files have now. Raises UserError where they cannot be used."""
+    config = _overridden(load_config(config_path), overrides)
+    key = _key_of(role, config, config_path)
+    found = require_secrets(with_key(config, key) if key else config)
     secrets.replace(found)
-    log.warning("SIGHUP: %d ticket secrets were read again", len(found), extra=ASKED_FOR)
+    log.warning("%d ticket secrets were read again", len(found), extra=ASKED_FOR)
 
 
 async def _serve(

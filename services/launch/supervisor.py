@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,16 @@ import msgspec
 from rich.markup import escape
 from rich.progress import Progress
 
-from dataplane.addresses import EVERYWHERE, IPV4_LOOPBACK, in_url, own_address
+from dataplane.addresses import (
+    EVERYWHERE,
+    IPV4_LOOPBACK,
+    MAX_PORT,
+    in_url,
+    interface_addresses,
+    is_loopback,
+    outer_address,
+    own_address,
+)
 from dataplane.lasting import lasting_task
 from dataplane.machine import available_bytes, usable_cores
 from dataplane.memory.arena import remove_stale_arenas
@@ -27,6 +37,7 @@ from services.config import (
     GatewayConfig,
     MeshConfig,
     StoreConfig,
+    WorkerConfig,
     apply_environment,
     at_scale,
     child_environment,
@@ -55,9 +66,9 @@ from services.launch.limits import (
     STOP_SLACK_S,
     STOP_TIMEOUT_S,
 )
-from services.launch.options import WORKER_ROLES, Launch
+from services.launch.options import JOINS, WORKER_ROLES, Launch
 from services.launch.restart import Child
-from services.ports import bind, free_port
+from services.ports import bind, free_port, is_free
 from services.restarts import Restarts
 from services.scheduler.placement.named import policy_named
 from services.settings import changed
@@ -66,6 +77,7 @@ from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
 from services.trust.keys import (
     BROKER_FILE,
+    MESH_FILE,
     BusAccess,
     MeshKeys,
     credentials_file,
@@ -73,10 +85,14 @@ from services.trust.keys import (
     load_role_key,
     person_access,
 )
+from services.trust.routes import BROKER_PORT, server_config
 
 BROKER = "nats"
-MAX_PORT = 65_535
 CONTENT_SECRET_FILE = "content.secret"
+PLANE_PORTS = "7000-7015"
+"""Where KV is served to other machines, where nobody has said it: a firewall can be told."""
+PEOPLE_LIFE_S = 3650 * 24 * 3600
+"""Of the credentials of who runs the mesh, on its own machine."""
 
 
 class MetricsTarget(msgspec.Struct, frozen=True):
@@ -107,13 +123,21 @@ class Supervisor:
         """The device of each worker, once they start: "cpu" or "cuda:N"."""
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
-        self._broker_access = ""
         self._starter: EngineStarter | None = None
 
     @property
     def keys_dir(self) -> Path:
         """Where the keys lie."""
-        return Path(self._launch.keys).absolute() if self._launch.keys else self._run_dir / "keys"
+        if self._launch.keys:
+            return Path(self._launch.keys).absolute()
+        # Machines that have joined keep theirs over a new start.
+        return (state_dir() if self._launch.join_port else self._run_dir) / "keys"
+
+    @property
+    def join_url(self) -> str:
+        """Where other machines join; empty: nowhere."""
+        address = self._mesh.worker.advertise_host
+        return f"tls://{in_url(address)}:{self._launch.join_port}" if self._launch.join_port else ""
 
     @property
     def has_open_bus(self) -> bool:
@@ -192,7 +216,9 @@ class Supervisor:
         num_gateways = sum(role == "gateway" for role, _ in launch.services)
         self._ports = _free_ports(launch.config.gateway.host, launch.config.gateway.port, num_gateways)
         self._check_broker_port()
-        self._metrics_ports = _distinct_ports([name for _, name in launch.services], taken={launch.nats_port})
+        self._metrics_ports = _distinct_ports(
+            [name for role, name in launch.services if role != JOINS], taken={launch.nats_port}
+        )
         self._mesh = self._config()
         at_scale(self._mesh)  # what cannot be is refused before anything is started
         self._check_memory(self._mesh)
@@ -200,17 +226,21 @@ class Supervisor:
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not launch.keys:
-            MeshKeys.fresh(content_secret=_content_secret() if launch.store else "").save(self.keys_dir)
+            self._make_keys()
         # Start the broker first: every service reads its address from mesh.toml.
         self.nats_url = await self._start_broker()
         self._mesh = changed(self._mesh, {"nats.url": self.nats_url})
-        write_config(self._mesh, self._run_dir / "mesh.toml")
+        # A machine that joins must be reached; one that has joined starts its workers again whatever is closed.
+        ways = {"worker.ways": "require"} if launch.host else {}
+        write_config(changed(self._mesh, ways), self._run_dir / "mesh.toml")
         # Start all processes before waiting for any: each writes on its standard output when it is ready.
         for role, name in launch.services:
             child = Child(role, name, await self._spawn(role, name), time.monotonic())
             self._children.append(child)
             child.follow()
         await self._wait_ready(progress)
+        if launch.host:
+            write_config(self._mesh, self._run_dir / "mesh.toml")
         # Restart services only from here on: one that ends during the start makes the whole start fail.
         self._restarters = [
             lasting_task(partial(self._keep_running, child), f"keep {child.name} running") for child in self._children
@@ -218,6 +248,16 @@ class Supervisor:
         self._restarters.append(lasting_task(self._keep_logs_short, "keep the logs short"))
         if self._nats is not None:
             self._restarters.append(lasting_task(self._keep_broker_running, "keep the broker running"))
+
+    def _make_keys(self) -> None:
+        """Write fresh keys; where other machines join, those that are there stay. Raises UserError."""
+        secret = _content_secret() if self._launch.store else ""
+        if not self._launch.join_port:
+            MeshKeys.fresh(content_secret=secret).save(self.keys_dir)
+        elif not (self.keys_dir / MESH_FILE).exists():
+            names = (own_address(), "localhost", self._mesh.worker.advertise_host, *interface_addresses())
+            hosts = dict.fromkeys((*names, socket.gethostname(), *self._launch.config.gateway.hosts))
+            MeshKeys.fresh(tuple(hosts), content_secret=secret).create(self.keys_dir, PEOPLE_LIFE_S)
 
     async def stop_all(self) -> None:
         """Stop the gateways, then all workers, the stores, and the rest. What does not stop in time is killed."""
@@ -264,14 +304,14 @@ class Supervisor:
     async def _keep_broker_running(self) -> None:
         """Start the broker again whenever it ends, on the same port."""
         assert self._nats is not None
-        port = urlsplit(self._nats.url).port
+        port = urlsplit(self.nats_url).port
         while True:
             started_s = time.monotonic()
             code = await asyncio.to_thread(self._nats.wait_ended)
             await self._wait_to_restart(self._nats_restarts, started_s, f"{BROKER} ended with code {code}")
             try:
                 # Not on a helper thread: the server is started so that it ends with the thread that started it.
-                self._nats = EmbeddedNats.launch(port, self._run_dir, self._broker_access)
+                self._launch_broker(port)
             except UserError as error:
                 self._print(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
@@ -314,10 +354,22 @@ class Supervisor:
         if self._own_broker:
             await self._check_broker(self._own_broker)
             return self._own_broker
+        return self._launch_broker(self._launch.nats_port or None)
+
+    def _launch_broker(self, port: int | None) -> str:
+        """Start a server, and return its URL. Raises UserError."""
         # Not on a helper thread: the server is started so that it ends with the thread that started it.
-        self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
-        self._nats = EmbeddedNats.launch(self._launch.nats_port or None, self._run_dir, self._broker_access)
-        return self._nats.url
+        if not self._launch.join_port:
+            access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text("utf-8")
+            self._nats = EmbeddedNats.launch(port, self._run_dir, access)
+            return self._nats.url
+        # Its configuration is read anew each time: what was revoked meanwhile stands in it.
+        port, host = port or BROKER_PORT, "0.0.0.0"
+        if not is_free(port, host):
+            raise UserError(f"port {port} is in use: pass another --nats-port for the broker, or end what has it")
+        settings = server_config(self.keys_dir, self._run_dir, host)
+        self._nats = EmbeddedNats.launch(port, self._run_dir, settings, host=host)
+        return f"tls://{in_url(own_address())}:{port}"
 
     def _check_broker_port(self) -> None:
         """Raises UserError where `--nats-port` cannot be had, before anything is started."""
@@ -359,7 +411,7 @@ class Supervisor:
             "gateway.port": self._ports[0] if self._ports else asked.gateway.port,
             "worker.num_threads": asked.worker.num_threads or max(1, usable_cores() // num_workers),
             "worker.device": next((device for device in self.devices.values() if is_card(device)), CPU),
-            "worker.plane_host": own_address() if asked.worker.plane_host == IPV4_LOOPBACK else asked.worker.plane_host,
+            **self._plane_of(asked.worker),
             "store.url": store.url,
             "store.path": store.path,
             "telemetry.metrics_host": own_address(),
@@ -368,6 +420,21 @@ class Supervisor:
         config = changed(asked, filled_in)
         # What KV is held the first server says that attaches.
         return config if self._launch.attach else with_engine(config, self.checkpoint)
+
+    def _plane_of(self, worker: WorkerConfig) -> dict[str, str]:
+        """Return where KV is served: where other machines read it, at an address and ports that they reach. Raises
+        UserError."""
+        is_default = worker.plane_host == IPV4_LOOPBACK
+        if not (self._launch.join_port or self._launch.host):
+            return {"worker.plane_host": own_address()} if is_default else {}
+        plane_host = "0.0.0.0" if is_default else worker.plane_host
+        advertised = worker.advertise_host or (outer_address() if plane_host in EVERYWHERE else plane_host)
+        if not advertised or is_loopback(advertised):
+            raise UserError("no other machine reaches this one: pass its address by --advertise-host")
+        return {
+            "worker.plane_host": plane_host, "worker.advertise_host": advertised,
+            "worker.plane_ports": worker.plane_ports or PLANE_PORTS,
+        }  # fmt: skip
 
     def _check_memory(self, config: MeshConfig) -> None:
         assert self.checkpoint is not None
@@ -401,9 +468,13 @@ class Supervisor:
     def _arguments(self, role: str, name: str) -> list[str]:
         """Return those of `kvmesh` for a service."""
         arguments = ["serve", role, "--id", name, "--supervised", "--config", str(self._run_dir / "mesh.toml")]
+        if role == JOINS:
+            return [*arguments, "--keys", str(self.keys_dir), "--port", str(self._launch.join_port)]
         arguments += ["--metrics-port", str(self._metrics_ports[name])]
         if name in self.devices:
             arguments += ["--device", self.devices[name]]
+        if self._launch.host:
+            arguments += ["--keys", str(self.keys_dir / name)]
         if role == "gateway":
             names = [name for role, name in self._launch.services if role == "gateway"]
             arguments += ["--port", str(self._ports[names.index(name)])]
@@ -431,7 +502,7 @@ class Supervisor:
                         raise UserError(failed.error or f"{failed.describe_end()}; see {self.log_dir}")
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="waiting for the mesh to know them")
-                others = ("gateway", "scheduler", "directory", "attach")
+                others = ("gateway", "scheduler", "directory", "attach", JOINS)
                 workers = {child.name for child in self._children if child.role not in others}
                 await wait_known(self.access(), workers, self._launch.num_schedulers, self._launch.num_directories)
         except TimeoutError as error:

@@ -102,7 +102,7 @@ class SchedulerCore:
         self.asks_directory = settings.policy not in POLICIES
         """Whether `place` makes use of holders."""
         self._is_proving = False
-        self._num_reroutes = 0
+        self._num_reroutes = self._num_returns = 0
 
     def incarnations(self) -> dict[WorkerId, str]:
         """Return who is known to live."""
@@ -142,6 +142,9 @@ class SchedulerCore:
             case BusConnected():
                 self._detector.connects(event, now_ms)
                 self._note_reroutes(event.num_reroutes, now_ms)
+                if event.num_returns != self._num_returns:
+                    self._num_returns = event.num_returns
+                    self._fences.servers_returned(now_ms)
         return []
 
     def tick(self, now_ms: int) -> list[Action]:

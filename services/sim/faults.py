@@ -158,8 +158,9 @@ class FaultActor:
             # Both cut off the data plane, "partition" the bus as well. They end by `until_s`, without a second call.
             case "partition" | "plane_cut":
                 until_s = asyncio.get_running_loop().time() + fault.for_s
-                if fault.do == "partition":
-                    mesh.broker.conditions.held_until_s[service.name] = until_s
+                if fault.do == "partition":  # one that lasts longer goes on: what it holds back comes at its end
+                    held_s = mesh.broker.conditions.held_until_s
+                    until_s = held_s[service.name] = max(until_s, held_s.get(service.name, 0.0))
                 mesh.network.partition(service.name, until_s)
             case "bus_cut":
                 mesh.broker.cut(service.name)

@@ -52,8 +52,6 @@ REST_WITHIN_S = 12.0
 """After the last request's end: leases of lost readers run out, the last of the dead are noticed."""
 RETURNED_WITHIN_S = 1.0
 """The same where no message was lost: every lease is then ended by a message, and none by its time."""
-MOVES_WITHIN_S = 0.5
-"""A client that leaves a server by itself has another one within so long."""
 USED_AGAIN_S = 2.0
 """After a server of the broker is back, or its cut is mended, every worker is used again within so long."""
 CHECK_INTERVAL_S = 0.25

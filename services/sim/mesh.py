@@ -156,6 +156,7 @@ class SimMesh:
                 policy=shape.policy, pull_tokens_min=BLOCK_SIZE, unsplit_tokens_max=16, replicate=shape.replicate
             ),
             worker=WorkerConfig(
+                ways="off",  # hosts here are names, and no sockets
                 block_size=BLOCK_SIZE,
                 token_budget=shape.token_budget,
                 max_queued=64,

@@ -141,7 +141,7 @@ class ScaleMesh(SimMesh):
             config,
             gateway=GatewayConfig(request_timeout_s=REQUEST_TIMEOUT_S),
             scheduler=type(config.scheduler)(),
-            worker=WorkerConfig(),
+            worker=WorkerConfig(ways="off"),
             telemetry=TelemetryConfig(sample_ratio=0.0),
         )
 

@@ -139,6 +139,7 @@ class Store:
             log.warning("%s has windowed layers: the store takes none of its KV", self.holder.parts.info.model)
         tasks, holder = self._tasks, self.holder
         await holder.start_serving(tasks)
+        await holder.try_ways()
         holder.start_reading(tasks, self._record)
         await self.bus.listen(tasks, subjects.EVICTION_CANDIDATES, ("*",), holder.on_event)
         await holder.subscribe_all(tasks)

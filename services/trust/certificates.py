@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from dataplane.addresses import is_loopback
 from dataplane.lasting import lasting_task
 from services.errors import UserError
 
@@ -75,6 +76,14 @@ def new_certificate(
     return BrokerCertificate(authority.public_bytes(pem), certificate.public_bytes(pem), secret)
 
 
+def names_in(certificate: str) -> list[str]:
+    """Return the names and addresses that a certificate is for, but those of the machine itself."""
+    names = x509.load_pem_x509_certificate(certificate.encode()).extensions
+    found = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    each = [*found.get_values_for_type(x509.IPAddress), *found.get_values_for_type(x509.DNSName)]
+    return [str(name) for name in each if not is_loopback(str(name))]
+
+
 def ca_file(folder: Path) -> Path | None:
     """Return the certificate of the CA that lies in a folder of keys; None where there is none. Raises UserError where
     that cannot be known."""
@@ -98,27 +107,15 @@ def client_context(ca: Path | None) -> ssl.SSLContext:
     return context
 
 
-class CertificateFile:
-    """A PEM file of certificates that this process shows or believes: what it has now, and when the first of them ends.
+class WatchedFile:
+    """A file that may be replaced while this process runs. `load` takes into use what it has now; it raises UserError
+    where that is of no use. `others`: files that change together with it."""
 
-    `load` takes into use what the files have now; it raises UserError where that is of no use. `key`: a file that
-    changes together with this one.
-    """
-
-    def __init__(self, path: Path, load: Callable[[], object], key: Path | None = None) -> None:
+    def __init__(self, path: Path, load: Callable[[], object], *others: Path) -> None:
         self._path = path
         self._load = load
-        self._files = (path,) if key is None else (path, key)
+        self._files = (path, *others)
         self._loaded = self._seen = self._state()
-        self._ends = _first_end(path)
-        self._warned_at: datetime.datetime | None = None
-        """When it was last logged that the end is near."""
-        self._warn_of_end()
-
-    @property
-    def days_left(self) -> float:
-        """Days until the first certificate ends, negative after that; NaN where the file does not say."""
-        return math.nan if self._ends is None else (self._ends - datetime.datetime.now(datetime.UTC)) / _DAY
 
     @contextlib.contextmanager
     def kept(self, look_s: float) -> Generator[None]:
@@ -130,26 +127,60 @@ class CertificateFile:
         finally:
             keeping.cancel()
 
+    def reload(self) -> None:
+        """Take into use what the files have now, whether they have changed or not."""
+        self._loaded = self._seen = self._state()
+        self.read_again()
+
+    def looked(self) -> None:
+        """The files were looked at."""
+
+    def read_again(self) -> bool:
+        """Return whether what the files have now is in use."""
+        try:
+            self._load()
+        except UserError as error:
+            log.warning("%s is of no use, and what was read before stays in use: %s", self._path, error)
+            return False
+        return True
+
     async def _keep(self, look_s: float) -> None:
         while True:
             await asyncio.sleep(look_s)
             state = self._state()
             if state == self._seen != self._loaded:
                 self._loaded = state
-                self._read_again()
+                self.read_again()
             self._seen = state
-            self._warn_of_end()
+            self.looked()
 
-    def _read_again(self) -> None:
-        try:
-            self._load()
-        except UserError as error:
-            log.warning("%s has changed, and what was read before stays in use: %s", self._path, error)
-            return
-        self._ends, self._warned_at = _first_end(self._path), None
-        log.warning("%s has changed and was read again, its end is %s", self._path, self._ends)
+    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_state_of, self._files))
 
-    def _warn_of_end(self) -> None:
+
+class CertificateFile(WatchedFile):
+    """A PEM file of certificates that this process shows or believes: what it has now, and when the first of them ends.
+    `key`: a file that changes together with it."""
+
+    def __init__(self, path: Path, load: Callable[[], object], key: Path | None = None) -> None:
+        super().__init__(path, load, *(() if key is None else (key,)))
+        self._ends = _first_end(path)
+        self._warned_at: datetime.datetime | None = None
+        """When it was last logged that the end is near."""
+        self.looked()
+
+    @property
+    def days_left(self) -> float:
+        """Days until the first certificate ends, negative after that; NaN where the file does not say."""
+        return math.nan if self._ends is None else (self._ends - datetime.datetime.now(datetime.UTC)) / _DAY
+
+    def read_again(self) -> bool:
+        if is_read := super().read_again():
+            self._ends, self._warned_at = _first_end(self._path), None
+            log.warning("%s has changed and was read again, its end is %s", self._path, self._ends)
+        return is_read
+
+    def looked(self) -> None:
         """Log once a day that the end is near."""
         now = datetime.datetime.now(datetime.UTC)
         if self._ends is None or self._ends - now > _ENDS_SOON or (self._warned_at and now - self._warned_at < _DAY):
@@ -157,9 +188,6 @@ class CertificateFile:
         self._warned_at = now
         word = "ends" if self._ends > now else "has ended"
         log.warning("a certificate in %s %s at %s: put the next one in its place", self._path, word, self._ends)
-
-    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_state_of, self._files))
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:

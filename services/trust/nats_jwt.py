@@ -5,6 +5,7 @@ user's name.
 
 import base64
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ CLAIMS_UPDATE = "$SYS.REQ.CLAIMS.UPDATE"
 """Where a server that keeps accounts in a folder takes an account's next token."""
 _ENDS = "$SYS.ACCOUNT.{}.DISCONNECT"
 _NAME = "{{name()}}"
+_USER = re.compile("U[A-Z2-7]{55}")
 _USER_LIMITS = {"subs": UNLIMITED, "data": UNLIMITED, "payload": UNLIMITED}
 _ACCOUNT_LIMITS = _USER_LIMITS | {
     "imports": UNLIMITED, "exports": UNLIMITED, "conn": UNLIMITED, "leaf": UNLIMITED, "wildcards": True,
@@ -55,6 +57,11 @@ def pair_of(seed: str) -> KeyPair:
         return _from_seed(seed.encode())
     except nkeys.NkeysError as error:
         raise ValueError("this is no seed of a key") from error
+
+
+def is_user(text: str) -> bool:
+    """Return whether this has the form of a user's public key."""
+    return _USER.fullmatch(text) is not None
 
 
 def public(pair: KeyPair) -> str:
@@ -98,7 +105,12 @@ def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | Non
     `account`: its public key. `ends_s`: Unix time after which the broker takes it no more; None: never.
     """
     user = new_pair(USER)
-    return _credentials(user, _sign(signer, public(user), name, "user", {"issuer_account": account}, ends_s))
+    return credentials_of(user, user_token(signer, account, name, public(user), ends_s))
+
+
+def user_token(signer: KeyPair, account: str, name: str, user: str, ends_s: int | None = None) -> str:
+    """Return the token of a user whose public key is `user`: whoever has its key makes credentials of both."""
+    return _sign(signer, user, name, "user", {"issuer_account": account}, ends_s)
 
 
 def system_credentials(system: KeyPair, name: str, inbox: str, ends_s: int) -> str:
@@ -106,10 +118,11 @@ def system_credentials(system: KeyPair, name: str, inbox: str, ends_s: int) -> s
     came of it, and nothing else. It has no scope, so its limits are its own."""
     user = new_pair(USER)
     permissions = {"pub": {"allow": [CLAIMS_UPDATE]}, "sub": {"allow": [f"{inbox}.>"]}}
-    return _credentials(user, _sign(system, public(user), name, "user", {**permissions, **_USER_LIMITS}, ends_s))
+    return credentials_of(user, _sign(system, public(user), name, "user", {**permissions, **_USER_LIMITS}, ends_s))
 
 
-def _credentials(user: KeyPair, token: str) -> str:
+def credentials_of(user: KeyPair, token: str) -> str:
+    """Return a credentials file's content."""
     return (
         f"{TOKEN_BEGINS}\n{token}\n------END NATS USER JWT------\n\n"
         f"{SEED_BEGINS}\n{seed(user)}\n------END USER NKEY SEED------\n"
@@ -133,17 +146,17 @@ def token_of(credentials: str) -> str:
 def user_of(credentials: str) -> User:
     """Return whom credentials are for; that they are signed is the broker's to see. Raises ValueError where there are
     none."""
-    pair_of(_seed_of(credentials))
+    pair_of(seed_of(credentials))
     claims = token_of(credentials).split(".")[1:2]
     return msgspec.json.decode(base64.urlsafe_b64decode(f"{claims[0]}==") if claims else b"", type=User)
 
 
 def sign_nonce(credentials: str, nonce: str) -> bytes:
     """Return what proves to a broker that one has the credentials' key."""
-    return base64.b64encode(pair_of(_seed_of(credentials)).sign(nonce.encode()))
+    return base64.b64encode(pair_of(seed_of(credentials)).sign(nonce.encode()))
 
 
-def _seed_of(credentials: str) -> str:
+def seed_of(credentials: str) -> str:
     return credentials.partition(SEED_BEGINS)[2].strip().partition("\n")[0]
 
 

@@ -23,13 +23,14 @@ BROKER_PORT, ROUTE_PORT = 4222, 6222
 ACCOUNTS_FOLDER = "accounts"
 _USER = "route"
 _EVERYWHERE = 'host: "0.0.0.0"'
+_RESOLVER = 'resolver: {{ type: full, dir: {}, limit: 100, interval: "2s" }}'
 _CONFIG = """\
 # Of each server, beside broker.conf. A route over which nothing comes is closed within a second: clients hear of it.
 ping_interval: "500ms"
 lame_duck_grace_period: "1s"
 lame_duck_duration: "30s"
 # What one server is told of keys that are revoked, all know; one that was away asks as it is back.
-resolver: {{ type: full, dir: {accounts}, limit: 100, interval: "2s" }}
+{resolver}
 cluster {{
   name: "kvmesh"
   host: "0.0.0.0"
@@ -57,7 +58,7 @@ class Routes:
         """Return the content of each file by its name. `folder`: where a server finds them."""
         at = {name: json.dumps(str(folder / name)) for name in (ROUTE_CA_FILE, ROUTE_CERTIFICATE_FILE, ROUTE_KEY_FILE)}
         config = _CONFIG.format(
-            accounts=json.dumps(str(folder / ACCOUNTS_FOLDER)),
+            resolver=_RESOLVER.format(json.dumps(str(folder / ACCOUNTS_FOLDER))),
             port=ROUTE_PORT,
             user=_USER,
             password=self._password,
@@ -85,6 +86,8 @@ def server_config(keys: Path, state: Path, host: str) -> str:
     try:
         names = (BROKER_FILE, CLUSTER_FILE) if has_routes(keys) else (BROKER_FILE,)
         text = "".join((keys / name).read_text("utf-8") for name in names)
+        if not has_routes(keys):  # it is told of what is revoked too
+            text += _RESOLVER.format(json.dumps(ACCOUNTS_FOLDER)) + "\n"
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}; `kvmesh bus-config` makes it") from error
     for name in (*SERVER_FILES, ACCOUNTS_FOLDER):

@@ -147,11 +147,12 @@ class Worker:
     # From the start to the end.
 
     async def begin_serving(self, tasks: asyncio.TaskGroup) -> None:
-        """Serve reads, and start the engine."""
+        """Serve reads, start the engine, and find out who can read. Raises UserError."""
         await self.holder.start_serving(tasks)
         await asyncio.to_thread(self._wire.measure)
         self.holder.start_reading(tasks, self._record, lambda holder: self._wire.dtype(holder, now_ms()))
         self.engine.start_engine()
+        await self.holder.try_ways()
 
     async def may_leave(self, *, forced: bool) -> LeaveAnswered:
         """Return the scheduler's answer to our leaving; without one nobody is known who could go on with what runs."""

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dataplane.addresses import ports_of
 from services.cli.flags import launch_of
 from services.config import (
     EngineConfig,
@@ -79,6 +80,32 @@ def test_the_environment_names_the_device_of_the_whole_mesh(tmp_path: Path, monk
     monkeypatch.delenv("KVMESH_DEVICE")
     config = load_config(written)
     assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
+
+
+def test_where_kv_is_read_can_be_told_by_the_environment_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text('[worker]\nplane_host = "0.0.0.0"\nplane_ports = "7000-7015"\n')
+    monkeypatch.setenv("KVMESH_ADVERTISE_HOST", "10.0.0.7")
+    worker = load_config(path).worker
+    assert (worker.advertise_host, worker.plane_ports) == ("10.0.0.7", "7000-7015")
+    monkeypatch.setenv("KVMESH_ADVERTISE_HOST", "0.0.0.0")
+    with pytest.raises(UserError, match=r"KVMESH_ADVERTISE_HOST = '0.0.0.0': .* nowhere that others could connect"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("ports", ["0", "7000-", "-7000", "7015-7000", "65535-65536", "7000,7001", "some", "0-7"])
+def test_what_is_no_range_of_ports(ports: str, tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'[worker]\nplane_ports = "{ports}"\n')
+    with pytest.raises(UserError, match="ports are like 7000-7015"):
+        load_config(path)
+
+
+def test_a_range_of_ports() -> None:
+    assert list(ports_of("7000-7002")) == [7000, 7001, 7002]
+    assert (list(ports_of("7000")), list(ports_of(""))) == ([7000], [0])
 
 
 VLLM = '[engine]\nname = "vllm"\nkv_format = "vllm0.32.0/CPU_ATTN/LBHNC/vec/float32"\n'

@@ -26,6 +26,8 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "tls_key": ("/own.key", "/own.key"),
     "store_dir": ("/store", "/store"),
     "plane_host": ("127.0.0.9", "127.0.0.9"),
+    "plane_ports": ("7000-7015", "7000-7015"),
+    "advertise_host": ("10.0.0.7", "10.0.0.7"),
     "socket": ("/attach.sock", "/attach.sock"),
     "otlp": ("http://127.0.0.1:4318", "http://127.0.0.1:4318"),
 }

@@ -279,9 +279,10 @@ def parse(trial: Trial) -> None:
     command, name, words, context = get_command(app), "kvmesh", trial.command.words[1:], None
     while True:
         context = command.make_context(name, words, parent=context)
-        if not isinstance(command, TyperGroup):
+        rest = [*context._protected_args, *context.args]
+        if not isinstance(command, TyperGroup) or not rest:
             return
-        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])  # type: ignore[assignment]
+        name, command, words = command.resolve_command(context, rest)  # type: ignore[assignment]
         assert command is not None and name is not None
 
 
@@ -425,6 +426,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"kvmesh tail REQUEST_ID", run("finished")),
     (r"kvmesh bus-config \w+", make_keys),
     (r"kvmesh (bus-config keys --host|serve broker) .*", parse),  # tests/bus/test_serve_broker.py
+    (r"kvmesh (token|join .*|leave|remove .*|rotate)", parse),  # tests/mesh/test_hosts.py
     (r"kvmesh simulate --faults list", run("kill")),
     (r"kvmesh simulate .*--requests \d\d .*--json", run('"wrong": 0')),
     (r"kvmesh simulate .*--requests \d\d", run("no promise was broken")),

@@ -155,7 +155,7 @@ def test_images_are_pinned(services: dict[str, Any]) -> None:
 
 def test_every_served_role_exists(services: dict[str, Any]) -> None:
     served = {s["command"][2] for s in services.values() if s.get("command", [])[:2] == ["kvmesh", "serve"]}
-    assert served == set(get_args(RoleName)) - {"aggregated", "attach", "broker"}
+    assert served == set(get_args(RoleName)) - {"aggregated", "attach", "broker", "joins"}
     for role in served:
         service = services[role]
         assert service["command"][3:] == ["--config", "/etc/kvmesh/mesh.toml"]

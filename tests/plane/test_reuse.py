@@ -98,7 +98,7 @@ def test_holder_has_started_again(carrier: str, make_holder: Callable[..., Holde
     target.read_from(holder, carrier)
     port = holder.endpoint.port
     holder.close()
-    again = make_holder((carrier,), port=port)
+    again = make_holder((carrier,), ports=(port,))
     again.compute_all()
     target.arena.array[:] = 0
     target.read_from(again, carrier)

@@ -280,6 +280,15 @@ def test_after_a_reconnection_nobody_is_dead_or_silent_before_there_was_time_to_
     assert [left.reason for left in fleet.said] == [LeftReason.DIED]
 
 
+def test_who_left_unheard_behind_a_lost_server_is_notified_as_soon_as_that_is_back() -> None:
+    core = Fleet().core
+    core.handle(WorkerLeft(worker_id=W, incarnation="a", reason=LeftReason.SILENT), 5_000)
+    core.handle(BusConnected(1, num_reroutes=1), 5_100)
+    assert core.handle(BEAT, 5_200) == [], "the first word may be on its way"
+    core.handle(BusConnected(1, num_reroutes=1, num_returns=1), 5_300)
+    assert said_left(core.handle(BEAT, 5_400)) and core.handle(BEAT, 5_500) == []
+
+
 def test_while_the_bus_is_away_nobody_is_silent_and_afterwards_the_clocks_start_anew() -> None:
     fleet = Fleet()
     assert ProveBus() in fleet.tick(700) and ProveBus() not in fleet.tick(800), "one proof at a time"

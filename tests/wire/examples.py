@@ -99,6 +99,8 @@ from schemas.worker import (
     TenantLine,
     TimeAnswered,
     TransferRate,
+    TryWay,
+    WayTried,
     WorkerAlive,
     WorkerBeat,
     WorkerDraining,
@@ -343,6 +345,8 @@ EXAMPLES: tuple[Message, ...] = (
         **REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t", leaving=True
     ),
     PingWorker(),
+    TryWay(reader=HOLDER["worker_id"], endpoint=ENDPOINT),
+    WayTried(error="10.0.0.7:7001: Connection refused", bytes_per_s=1_073_741_824.0),
     AskTime(),
     TimeAnswered(unix_ns=1_800_000_000_000_000_001, age_ms=7, token="c0ffee"),
     ClaimName(name="decode-0", token="0a1b2c3d4e5f6071", where="gpu-3, process 4711", settled=True),

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dataplane.addresses import EVERYWHERE
+from dataplane.addresses import EVERYWHERE, ports_of
 from dataplane.blocks.layout import ArenaShape, BlockTables, block_ids, num_distinct_blocks
 from dataplane.blocks.ticket import Ticket
 from dataplane.carriers.carrier import KVArena
@@ -29,6 +29,7 @@ from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RunAttempt
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
+from services.errors import UserError
 from services.holder.core.leases import Grant, LeaseTable
 from services.holder.core.lending import HolderMemory
 from services.holder.core.messages import handoff_fields
@@ -79,20 +80,25 @@ class LentBlocks(Generic[MemoryT]):
         self.ledger.renew(incarnation)
 
     def serve_reads(self, config: WorkerConfig, times: PlaneTimes) -> None:
-        """Serve reads."""
+        """Serve reads. Raises UserError where the address cannot be had."""
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host in EVERYWHERE:
             advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
         options = ServerOptions(
             carriers=self.arena.offered(config.carrier),
             host=config.plane_host,
+            ports=ports_of(config.plane_ports),
             advertise_host=advertise_host,
             digests=config.digests,
             encryption=config.plane_encryption,
             times=times,
         )
         self.plane = self.make_server(self.arena, self.shape, self, self.credentials.secrets, options)
-        self.plane.serve_streams()
+        try:
+            self.plane.serve_streams()
+        except OSError as error:
+            ports = f"ports {config.plane_ports}: each worker and store needs one" if config.plane_ports else "any port"
+            raise UserError(f"KV cannot be served at {config.plane_host}, {ports} ({error.strerror})") from error
 
     def stop_serving(self) -> None:
         """End every stream, and wait for their threads. Idempotent."""

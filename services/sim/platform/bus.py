@@ -33,7 +33,6 @@ from services.sim.limits import (
     MAX_BUFFERED_BYTES,
     MESSAGE_GAP_S,
     MOVES_S,
-    MOVES_WITHIN_S,
     NEXT_SERVER_S,
     RECONNECT_S,
     ROUTE_OPENS_S,
@@ -164,6 +163,8 @@ class SimBroker:
         self.num_messages = 0
         self.denied: set[str] = set()
         """What clients wanted to publish or receive that their permissions do not cover."""
+        self.deserted: list[str] = []
+        """Which clients have left a server that served them, for none that did."""
         self._context = contextvars.copy_context()
         """Deliveries run in this context, not in their sender's: a message on its way arrives even where its sender has
         died."""
@@ -226,11 +227,7 @@ class SimBroker:
         strayed = [
             f"{bus.name} is connected to {bus.server.name}" for bus in self._buses if bus.server is self.stranger
         ]
-        return strayed + [
-            f"{bus.name} has left {bus.server.name}, which served it, and no other one serves it"
-            for bus in self._buses
-            if bus.left_s is not None and asyncio.get_running_loop().time() > bus.left_s + MOVES_WITHIN_S
-        ]
+        return strayed + self.deserted
 
     # One server of several.
 
@@ -587,8 +584,6 @@ class SimBus:
         self.server = self._next_server() or self.order[0]
         self.view = ClusterView(len(self.order))
         self.view.connected(self.server.num_seen)
-        self.left_s: float | None = None
-        """When it has left a server that served it; None: it is connected, or did not choose to leave."""
         self.num_news = 0
         """How often our server has named other servers than before."""
         self.held: list[tuple[str, Callable[[], None]]] = []
@@ -706,8 +701,10 @@ class SimBus:
 
     def disconnected(self, prefers: SimServer | None = None) -> None:
         """The broker has died, or this connection of it. `prefers`: the server that is tried first."""
-        was_served = self.is_connected and self.server.is_well and self.reaches(self.server) and not self.is_cut
-        self.left_s = asyncio.get_running_loop().time() if was_served else None
+        # Judged now: the server that is preferred may be struck a moment later, and who has left could not know it.
+        was_served = self.is_connected and self._is_served_by(self.server) and not self.is_cut
+        if was_served and not (prefers is not None and self._is_served_by(prefers)):
+            self.broker.deserted.append(f"{self.name} has left {self.server.name}, which served it, for none that did")
         self.is_connected = False
         self.broker.report_lost(subject for subject, _ in self.held)
         self.held.clear()
@@ -736,7 +733,6 @@ class SimBus:
             self.broker.call_later(num_silent * BusTimes().server_connect_timeout_s, self.connected)
             return
         self.is_connected = True
-        self.left_s = None
         self.server = server
         self.view.connected(server.num_seen)
         self.num_connects += 1
@@ -749,7 +745,10 @@ class SimBus:
         """Return the first one that would let us in; the only one also where it stands still: we wait for it."""
         if len(self.order) == 1:
             return self.order[0] if self.order[0].is_up else None
-        return next((server for server in self.order if server.is_well and self.reaches(server)), None)
+        return next((server for server in self.order if self._is_served_by(server)), None)
+
+    def _is_served_by(self, server: SimServer) -> bool:
+        return server.is_well and self.reaches(server)
 
     def answered(self, reply_id: int, reply: SimDelivery) -> None:
         waiting = self._waiting.get(reply_id)
